@@ -15,6 +15,7 @@ from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.verify import verify_files
 from unickpt.transform.convert.deepspeed import universal_writer
 from unickpt.transform.convert.detect import open_source
+from unickpt.transform.convert.exported import Exported
 from unickpt.transform.convert.huggingface import writer as huggingface_writer
 from unickpt.transform.convert.huggingface.files import configuration
 from unickpt.transform.convert.huggingface.vllm import export_vllm
@@ -138,22 +139,20 @@ def export_checkpoint(
         problems = verify_files(checkpoint.storage, checkpoint.manifest).problems
         if problems:
             raise CorruptCheckpointError("; ".join(problems))
-    if to == "deepspeed-universal":
-        universal = universal_writer.export(checkpoint, folder)
-        return Export(folder / universal.tag, universal.size_bytes, universal.notes)
-    if to in ("torch-dist", "fsdp-dtensor"):
-        write = dist_writer.export if to == "torch-dist" else export_fsdp
-        megatron = write(checkpoint, folder, shard_bytes=shard_bytes)
-        return Export(megatron.directory, megatron.size_bytes, megatron.notes)
-    if to == "dcp":
-        dcp = dcp_writer.export_dcp(checkpoint, folder, shard_bytes=shard_bytes)
-        return Export(folder, dcp.size_bytes, ())
     config_from = None if config is None else Path(config)
-    if to == "vllm":
-        written = export_vllm(checkpoint, folder, bits=bits, dtype=dtype, config_from=config_from, shard_bytes=shard_bytes)
+    made: Exported
+    if to == "deepspeed-universal":
+        made = universal_writer.export(checkpoint, folder)
+    elif to in ("torch-dist", "fsdp-dtensor"):
+        write = dist_writer.export if to == "torch-dist" else export_fsdp
+        made = write(checkpoint, folder, shard_bytes=shard_bytes)
+    elif to == "dcp":
+        made = dcp_writer.export_dcp(checkpoint, folder, shard_bytes=shard_bytes)
+    elif to == "vllm":
+        made = export_vllm(checkpoint, folder, bits=bits, dtype=dtype, config_from=config_from, shard_bytes=shard_bytes)
     else:
-        written = huggingface_writer.export(
+        made = huggingface_writer.export(
             checkpoint, folder, config_from=config_from, encoding=CastEncoding(dtype), shard_bytes=shard_bytes
         )
-    tied = (f"tied, not written: {', '.join(written.tied)}",) if written.tied else ()
-    return Export(folder, written.size_bytes, (*written.notes, *tied))
+    tied = made.tied if isinstance(made, huggingface_writer.ExportedModel) else ()
+    return Export(made.folder, made.size_bytes, (*made.notes, *([f"tied, not written: {', '.join(tied)}"] if tied else ())))

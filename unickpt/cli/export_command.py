@@ -163,7 +163,7 @@ def _universal(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) ->
     with progress_bar("export", universal_writer.size_bytes(checkpoint)) as advance:
         made = universal_writer.export(checkpoint, args.output, tag=args.tag, progress=advance)
     out.line(
-        f"{args.output / made.tag}: masters and states of {made.parameters:,} parameters, {human_bytes(made.size_bytes)}",
+        f"{made.folder}: masters and states of {made.tensors:,} parameters, {human_bytes(made.size_bytes)}",
         style="bold green",
     )
     for note in made.notes:
@@ -187,7 +187,7 @@ def _megatron(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -> 
             made = dist_writer.export(
                 checkpoint, args.output, separate_experts=separate, shard_bytes=shard_bytes, progress=advance
             )
-    out.line(f"{made.directory}: {made.tensors:,} tensors, {human_bytes(made.size_bytes)}", style="bold green")
+    out.line(f"{made.folder}: {made.tensors:,} tensors, {human_bytes(made.size_bytes)}", style="bold green")
     for note in made.notes:
         out.line(note)
 

@@ -1,32 +1,36 @@
-"""Folder of an iteration below the folder that Megatron's ``--load`` names, and the tracker file.
-
-iter_0001000/                        the checkpoint
-latest_checkpointed_iteration.txt    the iteration
-"""
+"""What a writer of another program's format returns, and the folder that it fills."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from unickpt.base.errors import MismatchError
-from unickpt.checkpoint.checkpoint_folder import RELEASE, TRACKER, iteration_name
 
+@dataclass(frozen=True)
+class Exported:
+    """An exported checkpoint.
 
-def target_of(folder: Path, step: int) -> Path:
-    """Return the folder of an iteration. Raises MismatchError if it exists."""
-    target = folder / (iteration_name(step) if step else RELEASE)
-    if target.exists():
-        raise MismatchError(f"{target}: exists already; choose another folder")
-    return target
+    Attributes:
+        folder: its folder.
+        tensors: number of tensors, without further names. Of a universal checkpoint of DeepSpeed: of trained parameters.
+        size_bytes: size of the written tensors.
+        files: names of the files with tensors. Empty if each tensor has a file of its own.
+        notes: state that is missing or differs from the checkpoint or the request, one sentence each.
+    """
+
+    folder: Path
+    tensors: int
+    size_bytes: int
+    files: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @contextlib.contextmanager
-def filled(folder: Path, step: int) -> Iterator[Path]:
-    """Give an empty folder, which becomes the iteration at the end; then the tracker names it. An exception removes it."""
-    target = target_of(folder, step)
+def filled(target: Path, pointer: Path, text: str) -> Iterator[Path]:
+    """Give an empty folder, which becomes ``target`` at the end. Then ``pointer`` gets ``text``. An exception removes it."""
     fresh = target.with_name(f"{target.name}.part")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
@@ -36,6 +40,6 @@ def filled(folder: Path, step: int) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
-    tracker = folder / f"{TRACKER}.part"
-    tracker.write_text(str(step) if step else RELEASE)
-    tracker.replace(folder / TRACKER)
+    part = pointer.with_name(f"{pointer.name}.part")
+    part.write_text(text)
+    part.replace(pointer)

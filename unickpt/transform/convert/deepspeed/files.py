@@ -40,6 +40,15 @@ class File:
             raise FormatError(f"{self.path}: {key} is {type(found).__name__}, expected {kind}")
         return found
 
+    def group_shapes(self) -> list[dict[str, tuple[int, ...]]]:
+        """Return the shapes of the parameters of every optimizer group, in flat order. Only ZeRO has them."""
+        groups = self.get("param_shapes", (list, tuple), ())
+        return [{str(name): tuple(shape) for name, shape in group.items()} for group in groups]
+
+    def buffers(self) -> set[str]:
+        """Return the names of the module's buffers."""
+        return set(self.get("buffer_names", (list, tuple), ()))
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -77,18 +86,13 @@ class ModelRank:
 
     def numels(self) -> dict[str, int]:
         """Return the number of elements of the optimizer's parameters, by name; empty if the files have no names."""
-        found = {name: math.prod(shape) for group in self.group_shapes() for name, shape in group.items()}
+        found = {name: math.prod(shape) for group in self.first.group_shapes() for name, shape in group.items()}
         if not found:
             for file in self.optimizers.values():
                 for mapping in file.get("optimizer_state_dict", dict, {}).get("param_slice_mappings") or ():
                     for name, address in mapping.items():
                         found[name] = found.get(name, 0) + int(address.state["numel"])
         return found
-
-    def group_shapes(self) -> list[dict[str, tuple[int, ...]]]:
-        """Return the shapes of the parameters of every optimizer group, in flat order. Only ZeRO has them."""
-        groups = self.first.get("param_shapes", (list, tuple), ())
-        return [{str(name): tuple(shape) for name, shape in group.items()} for group in groups]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, 
 from unickpt.checkpoint.state.optimizer_record import encoded
 from unickpt.transform.convert.deepspeed.files import MODEL, File, is_deepspeed, read_file
 from unickpt.transform.convert.huggingface.files import configuration
-from unickpt.transform.convert.optimizer_class import class_of_states
+from unickpt.transform.convert.optimizers import class_of_states
 from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
 from unickpt.transform.convert.pickles.safe_pickle import Record
 from unickpt.transform.convert.pipeline import SourcePart
@@ -233,7 +233,7 @@ class ModelStates(SourceBuilder):
             aliases: further names of tied parameters, which are skipped.
             whole: the module has complete tensors. Under ZeRO 3 it has empty tensors, and parts of frozen parameters.
         """
-        buffers = set(self.first.get("buffer_names", (list, tuple), ()))
+        buffers = self.first.buffers()
         for name, found in self.first.get("module", dict, {}).items():
             if name in aliases:
                 continue
@@ -274,17 +274,9 @@ class ModelStates(SourceBuilder):
             for name, found in file.get("frozen_param_fragments", dict, {}).items():
                 shape, part = tuple(shapes.get(name, ())), require_tensor(file, found, name)
                 self.model.shapes[name], self.model.dtypes[name] = shape, part.dtype
-                self.add_flat(file, self.model.info(name, "weight", part.dtype), part.flat(), rank, world)
-
-    def add_flat(self, file: File, info: TensorInfo, data: Located, rank: int, world: int) -> int:
-        """Add the part of a rank under ZeRO 3, which is at the beginning of ``data``. Return the length of a part."""
-        length = -(-info.numel // world)
-        lo, hi = min(rank * length, info.numel), min((rank + 1) * length, info.numel)
-        for box, part in flat_range_boxes(info.shape, lo, hi, data.narrow(0, hi - lo)):
-            self.add(file.path, SourcePart(info, box, box_reader(box, part)))
-            if info.state == "master":
-                self.model.masters.setdefault(info.name, []).append((box, part))
-        return length
+                info = self.model.info(name, "weight", part.dtype)
+                lo, hi = range_of_rank(info.numel, rank, world)
+                self.add_range(file, info, lo, part.flat().narrow(0, hi - lo))
 
     def add_range(self, file: File, info: TensorInfo, lo: int, data: Located) -> None:
         """Add the elements of a tensor from flat position ``lo`` on."""
@@ -294,11 +286,6 @@ class ModelStates(SourceBuilder):
             self.add(file.path, SourcePart(info, box, box_reader(box, part)))
             if info.state == "master":
                 self.model.masters.setdefault(info.name, []).append((box, part))
-
-    def group_shapes(self, file: File | None = None) -> list[dict[str, tuple[int, ...]]]:
-        """Return the shapes of the parameters of every group in flat order, from a file (default: the first)."""
-        groups = (file or self.first).get("param_shapes", (list, tuple), ())
-        return [{str(name): tuple(shape) for name, shape in group.items()} for group in groups]
 
 
 def tied_names(first: File, tensors: Mapping[str, Located]) -> dict[str, str]:
@@ -326,6 +313,12 @@ def box_reader(whole: Box, data: Located, scale: float = 1.0) -> Reading:
     if scale == 1.0:
         return BoxOf(whole, data)
     return lambda wanted: data.read(wanted.within(whole)) / scale
+
+
+def range_of_rank(numel: int, rank: int, world: int) -> tuple[int, int]:
+    """Return the range of a flat tensor that a rank has under ZeRO 3. The last ranks may have less."""
+    length = -(-numel // world)
+    return min(rank * length, numel), min((rank + 1) * length, numel)
 
 
 def flat_range_boxes(shape: Sequence[int], lo: int, hi: int, data: Located) -> Iterator[tuple[Box, Located]]:

@@ -40,7 +40,7 @@ class _NativeReader(ShardCollector):
 
     def source(self) -> Source:
         stage = self._stage()
-        self.tied = self._further_names()
+        self.tied = tied_names(self.first, {name: weight.data for name, weight in self.ranks[0].weights.items()})
         self.divide(stage)
         optimizers = [self._optimizer(rank) for rank in self.ranks]
         for rank in self.ranks:
@@ -84,14 +84,10 @@ class _NativeReader(ShardCollector):
         }
         return found | {key: n for key, n in (("pipeline", self.job.stages), ("tensor", self.job.tensors)) if n > 1}
 
-    def _further_names(self) -> dict[str, str]:
-        """Return the further names of tied parameters, mapped to the stored name."""
-        return tied_names(self.first, {name: weight.data for name, weight in self.ranks[0].weights.items()})
-
     # ---------------------------------------------------------------- weights and buffers
 
     def _weights(self, rank: ModelRank, stage: int) -> None:
-        buffers = set(rank.first.get("buffer_names", (list, tuple), ()))
+        buffers = rank.first.buffers()
         if rank.number == 0:
             reason = "extra state of a module, which only its own code can read"
             self.left_out += [f"{name}: {reason}" for name in rank.extra_states]
@@ -191,7 +187,7 @@ class _NativeReader(ShardCollector):
         counts = states.get("partition_count")
         scalars: list[Mapping[str, Any]] = []
         names: list[list[str]] = []
-        shapes = rank.group_shapes()
+        shapes = rank.first.group_shapes()
         for at, (flat, mapping) in enumerate(zip(flats, mappings, strict=True)):
             held = {"master": flat, **inner.get("state", {}).get(at, {})}
             tensors = {key: each.flat() for key, each in held.items() if is_flat(each)}
@@ -225,7 +221,7 @@ class _NativeReader(ShardCollector):
         group = at = 0
         names: list[list[str]] = [[] for _ in flats]
         held = self._flat_states(file, inner, 0, flats)
-        for name, shape in ((name, shape) for each in rank.group_shapes() for name, shape in each.items()):
+        for name, shape in ((name, shape) for each in rank.first.group_shapes() for name, shape in each.items()):
             length = -(-Box.whole(shape).numel // world)
             while group + 1 < len(flats) and length and at == flats[group].numel:
                 group, at = group + 1, 0
@@ -276,7 +272,7 @@ class _NativeReader(ShardCollector):
             raise FormatError(
                 f"{file.path}: FP16_Optimizer with fused groups is not supported: the file does not contain their order"
             )
-        buffers = set(rank.first.get("buffer_names", (list, tuple), ()))
+        buffers = rank.first.buffers()
         module = {
             name: weight.data
             for name, weight in rank.weights.items()

@@ -101,7 +101,7 @@ class _UniversalReader(ModelStates):
         """Return the trained parameters of every group on all model parallel ranks, with the shape on the first rank."""
         joined: list[dict[str, tuple[int, ...]]] = []
         for file in (file for (_, data), file in sorted(self.files.items()) if data == 0):
-            for at, group in enumerate(self.group_shapes(file)):
+            for at, group in enumerate(file.group_shapes()):
                 if at == len(joined):
                     joined.append({})
                 for name, shape in group.items():
@@ -244,7 +244,7 @@ class _UniversalReader(ModelStates):
 
     def _check_same(self, trained: set[str], aliases: Mapping[str, str]) -> None:
         """Check that model parallel ranks have equal buffers and nothing frozen: their division is unknown."""
-        buffers = {name for file in self.files.values() for name in file.get("buffer_names", (list, tuple), ())}
+        buffers = {name for file in self.files.values() for name in file.buffers()}
         for (rank, _), file in sorted(self.files.items()):
             for name, found in file.get("module", dict, {}).items():
                 if name in trained or name in aliases or not isinstance(found, Located):

@@ -16,11 +16,10 @@ the module, so the weights of trained parameters are not written. Frozen paramet
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,15 @@ from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.boxes import Box, cut
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.index import TensorInfo
-from unickpt.checkpoint.format.manifest import ParameterGroup
 from unickpt.checkpoint.load.checked_read import bytes_of
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.diff import BLOCK_ELEMENTS
+from unickpt.checkpoint.state.optimizer_record import decoded
 from unickpt.transform.convert.deepspeed.files import UNIVERSAL_LATEST
 from unickpt.transform.convert.deepspeed.model_states import OWN_KEYS
 from unickpt.transform.convert.deepspeed.universal_reader import FOLDER, MASTER, OPTIMIZER_FILE, STEP
+from unickpt.transform.convert.exported import Exported, filled
+from unickpt.transform.convert.optimizers import step_of_all
 from unickpt.transform.convert.pipeline import OnBytes
 
 MODEL_FILE, MODEL_FILE_ZERO3 = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
@@ -49,23 +50,6 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTERS = ("F32", "BF16", "F16")  # dtypes that fp32 represents exactly
 _COUNTS_IN_NUMBERS = ("FusedAdam", "DeepSpeedCPUAdam")  # deepspeed/ops/adam: step is a number; in torch it is a tensor
 _ALIGNMENT = 64
-
-
-@dataclass(frozen=True, slots=True)
-class ExportedUniversal:
-    """An exported universal checkpoint.
-
-    Attributes:
-        tag: tag for ``load_checkpoint``, which ``latest_universal`` also contains.
-        parameters: number of trained parameters.
-        size_bytes: size of their masters and states.
-        notes: state that DeepSpeed does not load, or loads differently, one sentence each.
-    """
-
-    tag: str
-    parameters: int
-    size_bytes: int
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -87,14 +71,6 @@ class _Trained:
         return sum(info.size_bytes for held in self.tensors.values() for info in held.values())
 
 
-@dataclass
-class _Notes:
-    lines: list[str] = field(default_factory=list)
-
-    def add(self, line: str) -> None:
-        self.lines.append(line)
-
-
 def size_bytes(checkpoint: Checkpoint) -> int:
     """Return the size of the masters and states that ``export`` writes, in bytes. Raises MismatchError as ``export``."""
     return _trained(checkpoint).size_bytes
@@ -102,7 +78,7 @@ def size_bytes(checkpoint: Checkpoint) -> int:
 
 def export(
     checkpoint: Checkpoint, folder: Path, *, tag: str = "", verify: str = "off", progress: OnBytes = lambda _: None
-) -> ExportedUniversal:
+) -> Exported:
     """Write a universal checkpoint.
 
     One state of one parameter is in memory at a time, because a file contains it as a whole. Frozen parameters and buffers
@@ -124,26 +100,18 @@ def export(
     tag = tag or f"global_step{checkpoint.manifest.step}_universal"
     if not _is_name(tag):
         raise MismatchError(f"the tag {tag!r} is not a valid folder name")
-    target, fresh = folder / tag, folder / f"{tag}.part"
+    target = folder / tag
     if target.exists():
         raise MismatchError(f"{target}: exists already; choose another folder or another --tag")
-    trained, notes = _trained(checkpoint), _Notes()
+    trained, notes = _trained(checkpoint), list[str]()
     common = _common(checkpoint, trained, notes)
-    shutil.rmtree(fresh, ignore_errors=True)
-    (fresh / FOLDER).mkdir(parents=True)
-    try:
+    with filled(target, folder / UNIVERSAL_LATEST, tag) as fresh:
+        (fresh / FOLDER).mkdir()
         for name, held in trained.tensors.items():
             _write_parameter(checkpoint, fresh / FOLDER / name, held, _step(checkpoint, trained), verify, progress)
         torch.save(_optimizer_state(checkpoint, trained, notes), fresh / FOLDER / OPTIMIZER_FILE)
         _write_models(checkpoint, fresh, common, trained, verify)
-        fresh.rename(target)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
-    pointer = folder / f"{UNIVERSAL_LATEST}.part"
-    pointer.write_text(tag)
-    pointer.replace(folder / UNIVERSAL_LATEST)
-    return ExportedUniversal(tag, len(trained.tensors), trained.size_bytes, tuple(notes.lines))
+    return Exported(target, len(trained.tensors), trained.size_bytes, notes=tuple(notes))
 
 
 def _is_name(name: str) -> bool:
@@ -186,31 +154,11 @@ def _trained(checkpoint: Checkpoint) -> _Trained:
                     f"{list(master.shape)} and a plain name"
                 )
         tensors[name] = {MASTER: master, **held}
-    return _Trained([(_decoded(group), group.parameters) for group in groups], tensors, _one_step(checkpoint, tensors))
-
-
-def _decoded(group: ParameterGroup) -> dict[str, Any]:
-    found: dict[str, Any] = objects.decode(group.hyperparameters, tensors={}, where="optimizer").value
-    return found
-
-
-def _one_step(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> float:
-    """Return the step of all parameters. ZeRO has one step for all parameters of a flat group."""
-    record = checkpoint.manifest.optimizer
-    steps: dict[str, Any] = {}
-    for group in record.scalars if record is not None else ():
-        steps |= dict.fromkeys(group.parameters, _decoded(group).get(STEP))
-    lacking = [name for name in tensors if not isinstance(steps.get(name), (int, float))]
-    if lacking:
-        raise MismatchError(f"{checkpoint.storage}: {lacking[0]} has no step, which ZeRO's universal loading needs")
-    found = {float(steps[name]): name for name in tensors}
-    if len(found) > 1:
-        (a, first), (b, second) = list(found.items())[:2]
-        raise MismatchError(
-            f"{checkpoint.storage}: {first} is at step {a:g}, {second} at step {b:g}; ZeRO has a single step "
-            "for all parameters of a flat group"
-        )
-    return next(iter(found))
+    step = step_of_all(
+        record, tensors, str(where), needs="ZeRO's universal loading needs",
+        single="ZeRO has a single step for all parameters of a flat group",
+    )  # fmt: skip
+    return _Trained([(decoded(group, where="optimizer"), group.parameters) for group in groups], tensors, step)
 
 
 # -------------------------------------------------------------------- files
@@ -247,7 +195,7 @@ def _blocks(checkpoint: Checkpoint, info: TensorInfo, verify: str) -> Iterator[t
         yield checkpoint.read_box(info, box, verify=verify)
 
 
-def _optimizer_state(checkpoint: Checkpoint, trained: _Trained, notes: _Notes) -> dict[str, Any]:
+def _optimizer_state(checkpoint: Checkpoint, trained: _Trained, notes: list[str]) -> dict[str, Any]:
     """Return the hyperparameters of numbered groups.
 
     ZeRO 1 and 2 pair the groups by position and stop at the shorter list, including the tensors of the groups. A job with more
@@ -260,13 +208,13 @@ def _optimizer_state(checkpoint: Checkpoint, trained: _Trained, notes: _Notes) -
     rest = {**shared, "params": []}
     if others:
         differ = sorted({key for group in (first, *others) for key in group} - shared.keys())
-        notes.add(
-            f"{', '.join(differ)} of {len(groups)} groups differ: ZeRO-1 and 2 pair the groups by position, so the job "
-            "must have them in this order; ZeRO-3 has one group for all and keeps the values of the job"
+        notes.append(
+            f"{', '.join(differ)} of {len(groups)} groups differ: ZeRO-1 and 2 pair the groups by position, so the job must "
+            "have them in this order; ZeRO-3 has one group for all and keeps the values of the job"
         )
     step = _step(checkpoint, trained)
     if isinstance(step, torch.Tensor):
-        notes.add(
+        notes.append(
             "the step is a tensor, as optimizers of torch require: under ZeRO-3, DeepSpeed shares one tensor among all "
             "sub-groups, and each of them increments it; after such a load, run: for state in "
             "engine.optimizer.optimizer.state.values(): state['step'] = state['step'].clone()"
@@ -321,29 +269,27 @@ def _on_disk(checkpoint: Checkpoint, infos: Sequence[TensorInfo], path: Path, ve
 # -------------------------------------------------------------------- non-tensor state
 
 
-def _common(checkpoint: Checkpoint, trained: _Trained, notes: _Notes) -> dict[str, Any]:
+def _common(checkpoint: Checkpoint, trained: _Trained, notes: list[str]) -> dict[str, Any]:
     """Return the state of ``_common_checkpoint_state`` in DeepSpeed's engine, without the module."""
-    manifest, decoded = checkpoint.manifest, checkpoint.objects()
+    manifest, stored = checkpoint.manifest, checkpoint.objects()
     native = manifest.writer.framework == "deepspeed"
-    saved = decoded.value if native else {}
-    for line in decoded.left_out:
-        notes.add(f"left out: {line}")
+    saved = stored.value if native else {}
+    notes += [f"left out: {line}" for line in stored.left_out]
     if not native:
-        notes.add(
-            f"left out: non-tensor state of {manifest.writer.framework} (scheduler, random generators), except the step count"
-        )
+        others = "(scheduler, random generators), except the step count"
+        notes.append(f"left out: non-tensor state of {manifest.writer.framework} {others}")
     counters = saved.get("engine") or {"global_steps": manifest.step, "skipped_steps": 0}
     scheduler = (saved.get("lr_scheduler") or {}).get("state")
     if scheduler is None:
-        notes.add(
+        notes.append(
             "the checkpoint has no state of a learning-rate scheduler: a job with one loads with load_lr_scheduler_states=False"
         )
     client = _without_opaque(saved.get("client_state") or {})
     taken = sorted(OWN_KEYS & client.keys())
     if taken:
-        notes.add(f"left out: {', '.join(taken)} of the client state, because DeepSpeed uses these names itself")
+        notes.append(f"left out: {', '.join(taken)} of the client state, because DeepSpeed uses these names itself")
     if (saved.get("loss_scaler") or {}).get("dynamic"):
-        notes.add("left out: the loss scale; a job in fp16 starts with its initial scale")
+        notes.append("left out: the loss scale; a job in fp16 starts with its initial scale")
     _note_tensors(checkpoint, trained, notes)
     return {
         **{key: value for key, value in client.items() if key not in OWN_KEYS},
@@ -369,17 +315,17 @@ def _common(checkpoint: Checkpoint, trained: _Trained, notes: _Notes) -> dict[st
     }
 
 
-def _note_tensors(checkpoint: Checkpoint, trained: _Trained, notes: _Notes) -> None:
+def _note_tensors(checkpoint: Checkpoint, trained: _Trained, notes: list[str]) -> None:
     """Add notes on tensors that DeepSpeed does not load."""
     tensors = checkpoint.index.tensors
     more = sorted({state for held in trained.tensors.values() for state in held} - {MASTER, *_MOMENTS})
     if more:
-        notes.add(f"{', '.join(more)}: ZeRO-3 reads only {' and '.join(_MOMENTS)}")
+        notes.append(f"{', '.join(more)}: ZeRO-3 reads only {' and '.join(_MOMENTS)}")
     untrained = sorted({info.name for info in tensors if info.kind in ("parameter", "buffer")} - trained.tensors.keys())
     if untrained:
-        notes.add(
-            f"not trained: {some(untrained)}. DeepSpeed's universal loading does not load them; they are under 'module' "
-            f"in {MODEL_FILE}"
+        notes.append(
+            f"not trained: {some(untrained)}. DeepSpeed's universal loading does not load them; they are under 'module' in "
+            f"{MODEL_FILE}"
         )
     changed = sorted(
         info.name
@@ -387,7 +333,7 @@ def _note_tensors(checkpoint: Checkpoint, trained: _Trained, notes: _Notes) -> N
         if info.name in trained.tensors and info.derived_from is not None and checkpoint.override_boxes(at)
     )
     if changed:
-        notes.add(f"weights that are not the cast of their masters: {some(changed)}. DeepSpeed casts them from the masters")
+        notes.append(f"weights that are not the cast of their masters: {some(changed)}. DeepSpeed casts them from the masters")
 
 
 def _without_opaque(value: Any) -> Any:

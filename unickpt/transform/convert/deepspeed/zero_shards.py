@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from unickpt.base.errors import FormatError
-from unickpt.checkpoint.format.boxes import Box, split_flat_range
+from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.transform.convert.deepspeed.files import EXPERTS, File, Folder, ModelRank, states_of
 from unickpt.transform.convert.deepspeed.megatron_deepspeed import megatron_deepspeed
-from unickpt.transform.convert.deepspeed.model_states import SourceBuilder, box_reader
+from unickpt.transform.convert.deepspeed.model_states import SourceBuilder, box_reader, flat_range_boxes, range_of_rank
 from unickpt.transform.convert.deepspeed.tensor_parallel import SCALE_POWERS, Division, division
 from unickpt.transform.convert.pickles.lazy_tensor import Located
 from unickpt.transform.convert.pipeline import SourcePart
@@ -88,13 +88,13 @@ class ShardCollector(SourceBuilder):
 
     def _local_shapes(self, rank: ModelRank, stage: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parameters and buffers on a rank. Experts have their global numbers."""
-        buffers = set(rank.first.get("buffer_names", (list, tuple), ()))
+        buffers = rank.first.buffers()
         found = {
             name: weight.data.shape
             for name, weight in rank.weights.items()
             if name not in self.tied and (stage < 3 or name in buffers)
-        }
-        for group in rank.group_shapes():
+        }  # fmt: skip
+        for group in rank.first.group_shapes():
             found |= {name: shape for name, shape in group.items() if EXPERTS not in name}
         for file in rank.models.values():
             for name, shape in file.get("frozen_param_shapes", dict, {}).items():
@@ -111,10 +111,8 @@ class ShardCollector(SourceBuilder):
         shape = self.shape_in(rank, name)
         if lo + data.numel > Box.whole(shape).numel:
             raise FormatError(f"{file.path}: {name} has {lo + data.numel:,} elements, which exceeds its shape {shape}")
-        at = 0
-        for box in split_flat_range(shape, lo, lo + data.numel):
-            self.add_box(rank, file.path, name, state, box, data.narrow(at, at + box.numel).view(box.shape))
-            at += box.numel
+        for box, part in flat_range_boxes(shape, lo, lo + data.numel, data):
+            self.add_box(rank, file.path, name, state, box, part)
         if not data.numel:
             self.listed.append(tensor.info(name, state, data.dtype))
 
@@ -169,8 +167,7 @@ class ShardCollector(SourceBuilder):
         """Add part ``part`` of ``parts`` of a tensor under ZeRO 3. The last parts may be padded."""
         self.known(name, file)
         numel = Box.whole(self.shape_in(rank, name)).numel
-        length = -(-numel // parts)
-        lo, hi = min(part * length, numel), min((part + 1) * length, numel)
+        lo, hi = range_of_rank(numel, part, parts)
         self.add_range(rank, file, name, state, lo, data.narrow(0, hi - lo))
 
 

@@ -22,6 +22,7 @@ from unickpt.checkpoint.format.safetensors_header import build_header
 from unickpt.checkpoint.load.checked_read import bytes_of
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.diff import BLOCK_ELEMENTS
+from unickpt.transform.convert.exported import Exported
 from unickpt.transform.convert.huggingface.files import CONFIG, INDEX, SINGLE, WEIGHTS, configuration
 from unickpt.transform.convert.pickles.regular_files import check_inside
 from unickpt.transform.dialects.hf_layouts import in_files
@@ -46,31 +47,23 @@ _METADATA = {"format": "pt"}  # transformers requires it
 _AS_STORED = CastEncoding()
 
 
-@dataclass(frozen=True, slots=True)
-class ExportedModel:
-    """Result of an export.
+@dataclass(frozen=True)
+class ExportedModel(Exported):
+    """An exported model.
 
     Attributes:
-        files: names of the weight files.
-        tensors: number of tensors.
-        size_bytes: bytes of all tensors.
         tied: tied names, which are not written: transformers ties them by its configuration.
         without_config: whether the folder has no ``config.json``, which transformers requires.
         copied: names of the configuration and tokenizer files that were copied.
         left: names of files in the configuration folder that were not copied, apart from weights.
         needs_code: whether the configuration names Python code (``auto_map``) that was not copied.
-        notes: what differs from the request, one sentence each.
     """
 
-    files: tuple[str, ...]
-    tensors: int
-    size_bytes: int
-    tied: tuple[str, ...]
-    without_config: bool
+    tied: tuple[str, ...] = ()
+    without_config: bool = False
     copied: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     needs_code: bool = False
-    notes: tuple[str, ...] = ()
 
 
 def as_huggingface(checkpoint: Checkpoint, *, chosen: str = "", config: Mapping[str, Any] | None = None) -> Checkpoint:
@@ -167,7 +160,7 @@ def export(
     config = configuration(folder)
     needs_code = "auto_map" in config and not any(folder.glob(_CODE))
     tied = tuple(sorted(checkpoint.manifest.aliases))
-    return ExportedModel(tuple(names), len(infos), sum(sizes), tied, not config, copied, left, needs_code)
+    return ExportedModel(folder, len(infos), sum(sizes), tuple(names), (), tied, not config, copied, left, needs_code)
 
 
 def check_no_model(folder: Path) -> None:

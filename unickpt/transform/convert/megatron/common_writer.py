@@ -21,9 +21,11 @@ from unickpt.base.errors import MismatchError
 from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup
 from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.state.optimizer_record import decoded
 from unickpt.transform.convert import training_progress
 from unickpt.transform.convert.megatron.common_state import Report, dimensions
 from unickpt.transform.convert.megatron.keys import BACKEND, CONTENT_METADATA, DIALECT, GROUP_IDENTITY, MARK, is_expert
+from unickpt.transform.convert.optimizers import step_of_all
 from unickpt.transform.dialects.model_facts import Model
 from unickpt.transform.dialects.translated_checkpoint import TranslatedCheckpoint
 
@@ -262,16 +264,11 @@ def _groups(where: str, record: OptimizerRecord, trained: Mapping[str, Sequence[
 
 def _megatron_group(group: ParameterGroup) -> _Group:
     """Return a stored group. Identity keys that older releases lack get their default values."""
-    values = _decoded(group)
+    values = decoded(group, where="optimizer")
     for key, usual in GROUP_IDENTITY.items():
         if key == _EXPERT or (key != "wd_mult" and f"pre_{key}" not in values):
             values.setdefault(key, usual)
     return _Group(values, tuple(group.parameters))
-
-
-def _decoded(group: ParameterGroup) -> dict[str, Any]:
-    found: dict[str, Any] = objects.decode(group.hyperparameters, tensors={}, where="optimizer").value
-    return found
 
 
 def _standard(where: str, record: OptimizerRecord, trained: Mapping[str, Sequence[int]]) -> list[_Group]:
@@ -287,7 +284,7 @@ def _standard(where: str, record: OptimizerRecord, trained: Mapping[str, Sequenc
         members.setdefault(1.0 if decays else 0.0, []).append(name)
     found = []
     for multiplier, names in sorted(members.items(), reverse=True):
-        held = {at: _decoded(record.groups[at]) for name in names if (at := number.get(name, -1)) >= 0}
+        held = {at: decoded(record.groups[at], where="optimizer") for name in names if (at := number.get(name, -1)) >= 0}
         if not held:
             raise MismatchError(f"{where}: {names[0]} is not in a group of the optimizer, so its hyperparameters are unknown")
         first, *others = [{key: each for key, each in values.items() if key != "weight_decay"} for values in held.values()]
@@ -304,20 +301,10 @@ def _standard(where: str, record: OptimizerRecord, trained: Mapping[str, Sequenc
 
 def _step(where: str, record: OptimizerRecord, trained: Mapping[str, Any]) -> int | float:
     """Return the step of all parameters; Megatron stores a single one. Raises MismatchError."""
-    steps: dict[str, Any] = {}
-    for group in record.scalars:
-        steps |= dict.fromkeys(group.parameters, _decoded(group).get("step"))
-    lacking = next((name for name in trained if not isinstance(steps.get(name), (int, float))), None)
-    if lacking is not None:
-        raise MismatchError(f"{where}: {lacking} has no step, which Megatron needs to load its states")
-    found = {float(steps[name]): name for name in trained}
-    if len(found) > 1:
-        (a, first), (b, second) = list(found.items())[:2]
-        raise MismatchError(
-            f"{where}: {first} is at step {a:g}, {second} at step {b:g}; torch_dist has a single step. Load the checkpoint in "
-            "Megatron with --ckpt-format unickpt"
-        )
-    step = next(iter(found))
+    step = step_of_all(
+        record, trained, where, needs="Megatron needs to load its states",
+        single="torch_dist has a single step. Load the checkpoint in Megatron with --ckpt-format unickpt",
+    )  # fmt: skip
     return int(step) if step.is_integer() else step
 
 

@@ -32,7 +32,7 @@ from unickpt.transform.convert.megatron.common_state import (
 )
 from unickpt.transform.convert.megatron.keys import BACKEND, MASTER, WEIGHT, is_expert, tensor_of
 from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
-from unickpt.transform.convert.pickles.plain_values import NotPlainError, plain
+from unickpt.transform.convert.pickles.plain_values import members
 from unickpt.transform.convert.pickles.regular_files import read_json
 from unickpt.transform.convert.pickles.safe_pickle import load
 from unickpt.transform.convert.pipeline import Source
@@ -79,16 +79,13 @@ class _TorchDistReader:
         """Refuse optimizer states in the form of memory buckets: the files do not contain the position of a parameter."""
         bucket = next((name for name in self._table.tensors if _BUCKETS.match(name)), None)
         if bucket is not None:
-            kind = self._content().get("distrib_optim_sharding_type") or "dp_reshardable"
+            kind = content_of(self._common).get("distrib_optim_sharding_type") or "dp_reshardable"
             raise FormatError(
                 f"{self.folder}: the state of the distributed optimizer has the form {kind} ({bucket}), memory buckets without "
                 "the positions of the parameters. Load it in Megatron under the same tensor and pipeline parallel sizes, and "
                 "save it again with --dist-ckpt-optim-fully-reshardable (or with --ckpt-format unickpt, which needs no "
                 "conversion)"
             )
-
-    def _content(self) -> Mapping[str, Any]:
-        return content_of(self._common)
 
     # ---------------------------------------------------------------- tensors
 
@@ -148,15 +145,12 @@ class _TorchDistReader:
 
     def _shared(self) -> dict[str, Any]:
         """Return the objects by position. Megatron wraps each in a list (``_mcore_to_torch_sharded_object`` in torch.py)."""
-        found = {}
+        found: dict[str, Any] = {}
         for key, place in self._table.objects.items():
             held = self._table.load(place, key)
             if not isinstance(held, list) or len(held) != 1:
                 raise FormatError(f"{place.path}: {key} is {held!r:.80}, expected a list of one object")
-            try:
-                found[key] = plain(held[0], key)
-            except NotPlainError as err:
-                self.left_out.append(str(err))
+            found |= members({key: held[0]}, "", self.left_out.append)
         return found
 
     # ---------------------------------------------------------------- hyperparameters
@@ -174,7 +168,10 @@ class _TorchDistReader:
                 self.left_out.append(f"hyperparameters: {COMMON} has none, although there are optimizer states")
             return None
         held = [hyperparameters(group) for group in groups]
-        owner_of = self._owners(held, {name: named[name, WEIGHT].shape for name in trained})
+        owner_of = owners(held, {name: (dimensions(name, named[name, WEIGHT].shape), is_expert(name)) for name in trained})
+        if owner_of is None:
+            self.left_out.append(GROUPS_UNKNOWN)
+            owner_of = {}
         parameter_groups = tuple(
             group_of(values, (name for name in trained if owner_of.get(name) == at)) for at, values in enumerate(held)
         )
@@ -185,9 +182,3 @@ class _TorchDistReader:
             )
         scalars = tuple(ParameterGroup({"step": step}, tuple(trained)) for step in steps) if len(steps) == 1 and trained else ()
         return OptimizerRecord(name_of_optimizer({state for _, state in named}, held), parameter_groups, scalars)
-
-    def _owners(self, groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Sequence[int]]) -> Mapping[str, int]:
-        found = owners(groups, {name: (dimensions(name, shape), is_expert(name)) for name, shape in shapes.items()})
-        if found is None:
-            self.left_out.append(GROUPS_UNKNOWN)
-        return found or {}

@@ -16,7 +16,6 @@ import io
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,13 @@ import torch
 
 from unickpt.transform.convert.pipeline import OnBytes
 from unickpt.base.errors import MismatchError
+from unickpt.checkpoint.checkpoint_folder import RELEASE, TRACKER, iteration_name
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.transform.convert.exported import Exported, filled
 from unickpt.transform.convert.megatron.common_state import Report
 from unickpt.transform.convert.megatron.common_writer import common_of, is_translated
 from unickpt.transform.convert.megatron.dist_reader import COMMON, CONFIG
-from unickpt.transform.convert.megatron.iteration_folder import filled, target_of
 from unickpt.transform.convert.megatron.keys import BACKEND, DIALECT, MASTER, WEIGHT, keys_of
 from unickpt.transform.convert.pickles.pickle_records import BYTES_IO_KEY
 from unickpt.transform.convert.torch_dcp.files_writer import DcpWriter, write_tensor
@@ -47,25 +47,6 @@ _EXPERT = "expert"  # placeholder of names in dialects; Megatron stacks the expe
 _ELSEWHERE = "load the checkpoint in Megatron with --ckpt-format unickpt"
 
 Tensors = Mapping[str, Mapping[str, TensorInfo]]  # by name and state
-
-
-@dataclass(frozen=True, slots=True)
-class ExportedMegatron:
-    """An exported checkpoint of Megatron.
-
-    Attributes:
-        directory: directory of the iteration.
-        files: names of the files with tensors.
-        tensors: number of tensors.
-        size_bytes: size of the tensors.
-        notes: state that is missing or differs from the checkpoint, one sentence each.
-    """
-
-    directory: Path
-    files: tuple[str, ...]
-    tensors: int
-    size_bytes: int
-    notes: tuple[str, ...]
 
 
 def as_megatron(checkpoint: Checkpoint, *, chosen: str = "", config: Mapping[str, Any] | None = None) -> Checkpoint:
@@ -110,7 +91,7 @@ def export(
     shard_bytes: int = 5 << 30,
     verify: str = "off",
     progress: OnBytes = lambda _: None,
-) -> ExportedMegatron:
+) -> Exported:
     """Write a folder that Megatron's ``--load`` accepts with ``--ckpt-format torch_dist``.
 
     A checkpoint of step 0 is written as a ``release`` of Megatron: a job starts with its weights at iteration 0.
@@ -135,7 +116,7 @@ def export(
     trained = trained_of(tensors)
     common = common_of(checkpoint, trained, separate_experts=separate_experts, report=notes.append)
     notes += without_states(step, trained)
-    with filled(folder, step) as fresh:
+    with filled(target, *tracked(folder, step)) as fresh:
         with DcpWriter(fresh, shard_bytes) as out:
             count = size = 0
             for of, held in tensors.items():
@@ -149,7 +130,20 @@ def export(
         torch.save(common, fresh / COMMON)
         versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
         (fresh / CONFIG).write_text(json.dumps({"sharded_backend": BACKEND, **versions}))
-    return ExportedMegatron(target, tuple(out.names), count, size, tuple(notes))
+    return Exported(target, count, size, tuple(out.names), tuple(notes))
+
+
+def target_of(folder: Path, step: int) -> Path:
+    """Return the folder of an iteration (``iter_0001000``) below the one of ``--load``. Raises MismatchError if it exists."""
+    target = folder / (iteration_name(step) if step else RELEASE)
+    if target.exists():
+        raise MismatchError(f"{target}: exists already; choose another folder")
+    return target
+
+
+def tracked(folder: Path, step: int) -> tuple[Path, str]:
+    """Return the tracker file, and what it says of an iteration."""
+    return folder / TRACKER, str(step) if step else RELEASE
 
 
 def tensors_by_name(checkpoint: Checkpoint) -> Tensors:

@@ -24,15 +24,16 @@ from unickpt.base.errors import MismatchError
 from unickpt.checkpoint.format.boxes import Box, cut
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.transform.convert.exported import Exported, filled
 from unickpt.transform.convert.megatron.common_writer import common_of, hyperparameters_of
 from unickpt.transform.convert.megatron.dist_writer import (
-    ExportedMegatron,
+    target_of,
     tensors_by_name,
+    tracked,
     trained_of,
     without_states,
 )
 from unickpt.transform.convert.megatron.fsdp_names import EXPERTS, META, MODEL, STATE, is_gated, layer_of, names_of
-from unickpt.transform.convert.megatron.iteration_folder import filled, target_of
 from unickpt.transform.convert.megatron.keys import CONTENT_METADATA, MASTER, WEIGHT
 from unickpt.transform.convert.torch_dcp.files_writer import BLOCK_ELEMENTS, DcpWriter
 
@@ -54,7 +55,7 @@ class _Piece:
 
 def export_fsdp(
     checkpoint: Checkpoint, folder: Path, *, shard_bytes: int = 5 << 30, verify: str = "off", progress: OnBytes = lambda _: None
-) -> ExportedMegatron:
+) -> Exported:
     """Write a folder that Megatron's ``--load`` accepts with ``--use-megatron-fsdp --ckpt-format fsdp_dtensor``.
 
     Arguments and errors: as for ``export`` in ``dist_writer.py``. It is also a MismatchError if the model has experts, or an
@@ -69,7 +70,7 @@ def export_fsdp(
     groups = hyperparameters_of(checkpoint, trained, lambda _: None) if trained else {}
     shapes = {name: _weight(held).shape for name, held in tensors.items()}
     written: list[TensorInfo] = []
-    with filled(folder, step) as fresh, DcpWriter(fresh, shard_bytes) as out:
+    with filled(target, *tracked(folder, step)) as fresh, DcpWriter(fresh, shard_bytes) as out:
         for name, held in tensors.items():
             written += _tensors(out, checkpoint, name, held, shapes, verify, progress)
             _hyperparameters(out, name, groups.get(name, {}), shapes)
@@ -77,7 +78,7 @@ def export_fsdp(
             out.object(path, value)
         out.commit()
     size = sum(info.size_bytes for info in written)
-    return ExportedMegatron(target, tuple(out.names), len(written), size, tuple(notes))
+    return Exported(target, len(written), size, tuple(out.names), tuple(notes))
 
 
 def _check(checkpoint: Checkpoint, tensors: Mapping[str, Mapping[str, TensorInfo]]) -> None:

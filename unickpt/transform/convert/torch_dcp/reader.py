@@ -24,7 +24,7 @@ from unickpt.checkpoint.format.manifest import OptimizerRecord, Writer
 from unickpt.checkpoint.state.optimizer_record import grouped
 from unickpt.transform.convert.huggingface.files import configuration
 from unickpt.transform.convert.limits import bounded
-from unickpt.transform.convert.optimizer_class import class_of_states
+from unickpt.transform.convert.optimizers import class_of_states
 from unickpt.transform.convert.parameter_order import NoOrderError, match_names
 from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 from unickpt.transform.convert.pickles.plain_values import NotPlainError, plain

@@ -8,36 +8,21 @@ hyperparameters ``optim.param_groups.<name>.<key>``, as in ``get_state_dict`` wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from unickpt.base.errors import MismatchError
-from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.state.optimizer_record import decoded
+from unickpt.transform.convert.exported import Exported
 from unickpt.transform.convert.torch_dcp.files import METADATA
 from unickpt.transform.convert.torch_dcp.files_writer import DcpWriter, write_tensor
 
 OPTIMIZER = "optim"
-
-
-@dataclass(frozen=True, slots=True)
-class ExportedDcp:
-    """Result of an export.
-
-    Attributes:
-        files: names of the ``.distcp`` files.
-        tensors: number of tensors, without aliases.
-        size_bytes: bytes of all tensors.
-    """
-
-    files: tuple[str, ...]
-    tensors: int
-    size_bytes: int
 
 
 def export_dcp(
@@ -47,7 +32,7 @@ def export_dcp(
     shard_bytes: int = 5 << 30,
     verify: str = "off",
     progress: Callable[[int], None] = lambda _: None,
-) -> ExportedDcp:
+) -> Exported:
     """Write a folder that ``torch.distributed.checkpoint.load`` reads, with weights, masters and states.
 
     Args:
@@ -79,7 +64,7 @@ def export_dcp(
         for alias, name in checkpoint.manifest.aliases.items():
             out.alias((alias,), name)
         out.commit()
-    return ExportedDcp(tuple(out.names), len(infos), sum(info.size_bytes for info in infos))
+    return Exported(folder, len(infos), sum(info.size_bytes for info in infos), tuple(out.names))
 
 
 def path_of(info: TensorInfo) -> tuple[str, ...]:
@@ -95,7 +80,7 @@ def _of_optimizer(checkpoint: Checkpoint, infos: list[TensorInfo]) -> Iterator[t
     known = {info.name for info in infos}
     for what, groups in (("state", record.scalars), ("param_groups", record.groups)):
         for group in groups:
-            values = objects.decode(group.hyperparameters, tensors={}, where=f"optimizer {what}").value
+            values = decoded(group, where=f"optimizer {what}")
             for name in group.parameters:
                 for key, value in values.items() if name in known else ():
                     single = what == "state" and isinstance(value, (int, float)) and not isinstance(value, bool)
