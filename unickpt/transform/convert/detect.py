@@ -43,26 +43,22 @@ class _Kind:
 
     name: str
     is_kind: Callable[[Path], bool]
-    open: Callable[[Path, OpenFiles, Sequence[str]], Source]
+    open: Callable[..., Source]  # folder, files, also
 
 
 def _is_transformers(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob("*.safetensors"))
 
 
-TRANSFORMERS = _Kind("transformers", _is_transformers, lambda folder, files, _: huggingface(folder, files))
+TRANSFORMERS = _Kind("transformers", _is_transformers, lambda folder, files, **_: huggingface(folder, files))
 # From the most specific to the most general: a universal folder also looks like DeepSpeed's, torch_dist like DCP's.
 _KINDS = (
-    _Kind("DeepSpeed universal", is_universal, lambda folder, files, also: deepspeed_universal(folder, files, also=also)),
-    _Kind("DeepSpeed", is_deepspeed, lambda folder, files, also: deepspeed(folder, files, also=also)),
-    _Kind("Megatron torch", is_megatron_torch, lambda folder, files, also: megatron_torch(folder, files, also=also)),
-    _Kind(
-        "Megatron torch_dist",
-        lambda folder: backend_of(folder) == BACKEND and is_dcp(folder),
-        lambda folder, files, also: megatron_dist(folder, files, also=also),
-    ),
-    _Kind("Megatron fsdp_dtensor", is_megatron_fsdp, lambda folder, files, also: megatron_fsdp(folder, files, also=also)),
-    _Kind("torch.distributed.checkpoint", is_dcp, lambda folder, files, also: dcp(folder, files, also=also)),
+    _Kind("DeepSpeed universal", is_universal, deepspeed_universal),
+    _Kind("DeepSpeed", is_deepspeed, deepspeed),
+    _Kind("Megatron torch", is_megatron_torch, megatron_torch),
+    _Kind("Megatron torch_dist", lambda folder: backend_of(folder) == BACKEND and is_dcp(folder), megatron_dist),
+    _Kind("Megatron fsdp_dtensor", is_megatron_fsdp, megatron_fsdp),
+    _Kind("torch.distributed.checkpoint", is_dcp, dcp),
     TRANSFORMERS,
 )
 _EXPECTED = (
@@ -110,7 +106,7 @@ def open_source(folder: Path, files: OpenFiles, *, also: Sequence[str] = ()) -> 
             f"{place}: contains a transformers model and the checkpoint {tags[0]} ({inside[tags[0]]}). Pass {place / tags[0]} "
             f"for the whole state, or {_weights_file(place)} for the weights of the model only"
         )
-    source = kind.open(place, files, also)
+    source = kind.open(place, files, also=also)
     more = [f"the transformers model in {place}"] if kind is not TRANSFORMERS and TRANSFORMERS in kinds else []
     if kind is TRANSFORMERS and inside:
         more.append(f"{_some(inside)} in {place}: separate checkpoints; pass one of them to convert it")

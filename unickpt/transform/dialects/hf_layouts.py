@@ -38,7 +38,7 @@ def in_files(checkpoint: Checkpoint) -> Checkpoint:
     if files is None or _layout_of(shapes_of(checkpoint)[0], layouts) is files:
         return checkpoint
     memory = in_memory(checkpoint)
-    return _in_all(memory, files, outward=True) if _has(files, shapes_of(memory)[0], there=False) else memory
+    return _in_all(memory, files, outward=True) if has_names_of(files, shapes_of(memory)[0], there=False) else memory
 
 
 def as_wanted(checkpoint: Checkpoint, wanted: Mapping[str, Sequence[int]], family: str = "") -> Checkpoint:
@@ -58,16 +58,16 @@ def as_wanted(checkpoint: Checkpoint, wanted: Mapping[str, Sequence[int]], famil
     if not missing:  # the usual case. To parse all dialects takes a tenth of a second
         return checkpoint
     model = Model.from_json(checkpoint.manifest.writer.model)
-    layouts = _layouts(family or model.family)
+    layouts = layouts_of(family or model.family)
     source, target = _layout_of(given, layouts), _layout_of(missing, layouts)
     if source is not None and source is not target:
-        to_memory = target is None and _has(source, missing, there=False)
+        to_memory = target is None and has_names_of(source, missing, there=False)
         if target is None and not to_memory:
             return checkpoint
         if to_memory:
             return translated(checkpoint, source.rules, wanted, source.sizes_of(model.facts), outward=False)
         checkpoint = _in_all(checkpoint, source, outward=False)
-    if target is None or target is source or not _has(target, shapes_of(checkpoint)[0], there=False):
+    if target is None or target is source or not has_names_of(target, shapes_of(checkpoint)[0], there=False):
         return checkpoint
     return translated(checkpoint, target.rules, wanted, target.sizes_of(model.facts), outward=True)
 
@@ -85,10 +85,10 @@ def _in_all(checkpoint: Checkpoint, rules: Dialect, *, outward: bool) -> Checkpo
 
 def _own_layouts(checkpoint: Checkpoint) -> list[Dialect]:
     writer = checkpoint.manifest.writer
-    return _layouts(Model.from_json(writer.model).family) if writer.dialect == HUGGINGFACE else []
+    return layouts_of(Model.from_json(writer.model).family) if writer.dialect == HUGGINGFACE else []
 
 
-def _layouts(family: str) -> list[Dialect]:
+def layouts_of(family: str) -> list[Dialect]:
     """Return the rules between memory and each other layout of a family."""
     return [
         each for each in dialects() if each.name == HUGGINGFACE and each.other in (FILES, AUTO_EP) and family in each.families
@@ -98,10 +98,10 @@ def _layouts(family: str) -> list[Dialect]:
 def _layout_of(names: Iterable[str], layouts: Sequence[Dialect]) -> Dialect | None:
     """Return the rules of the layout to which some of the names belong; None for memory, or for names without a layout."""
     names = list(names)
-    return next((rules for rules in layouts if _has(rules, names, there=True)), None)
+    return next((rules for rules in layouts if has_names_of(rules, names, there=True)), None)
 
 
-def _has(rules: Dialect, names: Iterable[str], *, there: bool) -> bool:
+def has_names_of(rules: Dialect, names: Iterable[str], *, there: bool) -> bool:
     """Return whether some names belong to one layout and not to the other."""
     kinds = [
         item.name

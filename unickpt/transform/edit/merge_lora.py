@@ -29,7 +29,7 @@ from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.transform.convert.readings import Reading
 from unickpt.transform.edit.cast import is_float
 from unickpt.transform.edit.select import NoOptimizer
-from unickpt.transform.edit.table import Table, TableEntry, by_key, count_of
+from unickpt.transform.edit.table import Table, TableEntry, count_of
 
 PREFIX = "base_model.model."
 ADAPTER_CONFIG = "adapter_config.json"
@@ -345,19 +345,15 @@ def _plain(table: Table, rest: list[TableEntry], adapter: str) -> Table:
     new = {name: None if _adapter(name)[1] else _own_name(name, adapter, modules) for name in known}
     entries = [
         replace(entry, info=replace(entry.info, name=name))
-        for entry in less.tensors()
-        if (name := new[entry.info.name]) is not None
-    ]
-    objects = {key: entry for key, entry in less.entries.items() if entry.info.kind == "object"}
+        for entry in less.tensors() if (name := new[entry.info.name]) is not None
+    ]  # fmt: skip
     aliases = {
         alias: name
         for before, of in less.aliases.items()
         if (alias := new[before]) is not None and (name := new[of]) is not None and alias != name
     }
     excluded = tuple(sorted({name for each in less.excluded if (name := new[each]) is not None}))
-    return replace(
-        less, entries={**dict(sorted(by_key(entries, table.where).items())), **objects}, aliases=aliases, excluded=excluded
-    )
+    return replace(less, entries=less.with_objects(entries), aliases=aliases, excluded=excluded)
 
 
 def _own_name(name: str, adapter: str, modules: Collection[str]) -> str | None:

@@ -9,7 +9,7 @@ from unickpt.base.errors import LanguageError, MismatchError
 from unickpt.base.listing import some
 from unickpt.transform.dialects.name_templates import Template
 from unickpt.transform.edit.patterns import no_match, template_of
-from unickpt.transform.edit.table import Table, by_key, count_of, map_names
+from unickpt.transform.edit.table import Table, count_of, map_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +60,13 @@ class Rename:
             entry if new[entry.info.name] == entry.info.name else replace(
                 entry, info=replace(entry.info, name=new[entry.info.name]), origin=entry.origin_after(f"of {entry.info.name}")
             )
-            for entry in table.entries.values() if entry.info.kind != "object"
+            for entry in table.tensors()
         ]  # fmt: skip
-        objects = {key: entry for key, entry in table.entries.items() if entry.info.kind == "object"}
         record = table.optimizer
         count = sum(name != other for name, other in new.items())
         return replace(
             table,
-            entries={**dict(sorted(by_key(entries, table.where).items())), **objects},
+            entries=table.with_objects(entries),
             aliases={new[alias]: new.get(name, name) for alias, name in table.aliases.items()},
             excluded=tuple(new[name] for name in table.excluded),
             optimizer=record and map_names(record, lambda name: new.get(name) or self._new(name, set()), lambda _: True),

@@ -6,9 +6,8 @@ what rounding costs. The scales are in the dtype in which the model is served: b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,16 +15,13 @@ import torch
 from unickpt.base.errors import FormatError
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.dtypes import torch_dtype
-from unickpt.transform.convert.huggingface.vllm import compute_dtype
-from unickpt.transform.convert.pickles.regular_files import read_json
+from unickpt.transform.convert.huggingface.vllm import compute_dtype, plan_in, recipe_of
 from unickpt.transform.dialects.hf_layouts import FILES
 from unickpt.transform.dialects.model_facts import Model
 from unickpt.transform.edit.select import NoOptimizer
 from unickpt.transform.edit.table import Table, TableEntry, count_of
 from unickpt.transform.edit.transformers_names import under_file_names, under_memory_names
 from unickpt.transform.quantise.encoding import is_float
-from unickpt.transform.quantise.modules import Unit, units_of
-from unickpt.transform.quantise.recipe import Recipe, planned, uniform
 from unickpt.transform.quantise.rounding import restored, rounded
 from unickpt.transform.quantise.scheme import Scheme
 
@@ -50,14 +46,7 @@ class RoundWeights:
             ConfigError: it is neither.
             FormatError: the file is not a JSON object.
         """
-        path = Path(text)
-        if not path.is_file():
-            Scheme.parse(text)
-            return cls(text)
-        try:
-            return cls(text, read_json(path))
-        except OSError as err:
-            raise FormatError(f"{path}: cannot be read ({err})") from err
+        return cls(text, plan_in(text))
 
     def apply(self, table: Table) -> Table:
         """Return the rounded table, under the names of transformers in memory.
@@ -69,7 +58,7 @@ class RoundWeights:
         model = Model.from_json(table.writer.model)
         table = under_file_names(NoOptimizer().apply(under_memory_names(table, model)))
         infos = [entry.info for entry in table.tensors() if is_float(entry.info)]
-        recipe = self._recipe(units_of((info.name, info.shape) for info in infos), table.where)
+        recipe = recipe_of(infos, self.bits, self.plan, f"{table.where}: {self.bits}")
         dtype = compute_dtype(infos)
         entries, count = [], 0
         for entry in table.tensors():
@@ -81,11 +70,6 @@ class RoundWeights:
         line = f"{count_of(count, 'weight')} rounded: {self.bits}"
         found = table.with_entries(entries).with_done("; ".join((line, *recipe.notes)))
         return under_memory_names(found, model) if found.writer.dialect == FILES else found
-
-    def _recipe(self, units: Sequence[Unit], where: str) -> Recipe:
-        return (
-            uniform(Scheme.parse(self.bits), units) if self.plan is None else planned(self.plan, units, f"{where}: {self.bits}")
-        )
 
 
 def _rounded(entry: TableEntry, scheme: Scheme, scales: torch.dtype) -> TableEntry:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from unickpt.transform.edit.patterns import Selection, no_match
@@ -20,18 +20,7 @@ class Drop:
     selections: tuple[Selection, ...]
 
     def apply(self, table: Table) -> Table:
-        for selection in self.selections:
-            _check(selection, table)
-        whole = [each for each in self.selections if each.state is None]
-        names = {name for every in table.names_of().values() for name in every}
-        less = _without_names(table, {name for name in names if any(each.names((name,)) for each in whole)})
-        partly, known = [each for each in self.selections if each.state is not None], less.names_of()
-        kept = [
-            entry
-            for entry in less.tensors()
-            if not any(each.states(entry.info.state) and each.names(known[entry.info.name]) for each in partly)
-        ]
-        return _with_counts(table, less.with_entries(kept), "dropped")
+        return _with_counts(table, _less(table, self.selections, keep=False), "dropped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +30,7 @@ class Keep:
     selections: tuple[Selection, ...]
 
     def apply(self, table: Table) -> Table:
-        for selection in self.selections:
-            _check(selection, table)
-        names = {name for every in table.names_of().values() for name in every}
-        less = _without_names(table, {name for name in names if not any(each.names((name,)) for each in self.selections)})
-        known = less.names_of()
-        kept = [
-            entry
-            for entry in less.tensors()
-            if any(each.states(entry.info.state) and each.names(known[entry.info.name]) for each in self.selections)
-        ]
-        return _with_counts(table, less.with_entries(kept), "dropped, because no pattern keeps them")
+        return _with_counts(table, _less(table, self.selections, keep=True), "dropped, because no pattern keeps them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +53,25 @@ class NoOptimizer:
             return table.with_done("no optimizer to remove")
         line = f"the optimizer: {count_of(states, 'state')}, {count_of(masters, 'master')}, its hyperparameters and steps"
         return _with_stored_weights(table, after).with_left_out(line)
+
+
+def _less(table: Table, selections: Sequence[Selection], *, keep: bool) -> Table:
+    """Return a table without the selected tensors, or with ``keep`` without the others.
+
+    Raises:
+        MismatchError: a pattern selects nothing.
+    """
+    for selection in selections:
+        _check(selection, table)
+    of_names = [each for each in selections if keep or each.state is None]
+    of_states = [each for each in selections if keep or each.state is not None]
+    names = {name for every in table.names_of().values() for name in every}
+    less = _without_names(table, {name for name in names if any(each.names((name,)) for each in of_names) != keep})
+    known = less.names_of()
+    return less.with_entries(
+        entry for entry in less.tensors()
+        if any(each.states(entry.info.state) and each.names(known[entry.info.name]) for each in of_states) == keep
+    )  # fmt: skip
 
 
 def _check(selection: Selection, table: Table) -> None:

@@ -87,6 +87,11 @@ class Table:
                 names[name] += (alias,)
         return names
 
+    def with_objects(self, tensors: Iterable[TableEntry]) -> dict[TensorKey, TableEntry]:
+        """Return tensors, sorted, and after them the objects of this table. Raises MismatchError if two have the same key."""
+        objects = {key: entry for key, entry in self.entries.items() if entry.info.kind == "object"}
+        return {**dict(sorted(by_key(tensors, self.where).items())), **objects}
+
     def with_entries(self, entries: Iterable[TableEntry], **more: Any) -> Table:
         """Return a table with other tensors and the same objects.
 
@@ -101,8 +106,7 @@ class Table:
             parent = entry.info.derived_from
             if parent is not None and (entry.info.name, parent) not in found:
                 found[key] = replace(entry, info=replace(entry.info, derived_from=None), overrides=())
-        objects = {key: entry for key, entry in self.entries.items() if entry.info.kind == "object"}
-        after = replace(self, entries={**dict(sorted(found.items())), **objects}, **more)
+        after = replace(self, entries=self.with_objects(found.values()), **more)
         return replace(after, optimizer=_trimmed(self, after), aliases=_remaining_aliases(self, after))
 
     def with_done(self, *lines: str) -> Table:

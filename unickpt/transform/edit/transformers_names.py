@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unickpt.transform.dialects.dialect import Dialect
-from unickpt.transform.dialects.hf_layouts import FILES
+from unickpt.transform.dialects.hf_layouts import FILES, has_names_of, layouts_of
 from unickpt.transform.dialects.model_facts import Model
-from unickpt.transform.dialects.registry import choose, dialect, dialects
+from unickpt.transform.dialects.registry import choose, dialect
 from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE
 from unickpt.transform.edit.apply_dialect import Translate
 from unickpt.transform.edit.table import Table
@@ -43,16 +42,8 @@ def under_file_names(table: Table) -> Table:
 def _differs(table: Table, family: str, *, there: bool) -> bool:
     """Whether a table has names that only one layout has: that of files (``there``), or that of memory."""
     names = {each for some in table.names_of().values() for each in some}
-    kinds = [
-        item.name if there else rule.here.name for each in _layouts(family) for rule in each.rules for item in rule.there
-        if str(item.name) != str(rule.here.name)
-    ]  # fmt: skip
-    return any(kind.match(name) is not None for kind in kinds for name in names)
+    return any(has_names_of(rules, names, there=there) for rules in layouts_of(family) if rules.other == FILES)
 
 
 def _other_layout(table: Table, family: str) -> Table:
     return Translate(dialect(HUGGINGFACE, family, other=FILES)).apply(table)
-
-
-def _layouts(family: str) -> list[Dialect]:
-    return [each for each in dialects() if (each.name, each.other) == (HUGGINGFACE, FILES) and family in each.families]

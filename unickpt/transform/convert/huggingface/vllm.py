@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def for_vllm(checkpoint: Checkpoint, bits: str | os.PathLike[str] = "16", dtype:
         MismatchError: the plan is that of another model, or no weight can be rounded.
     """
     infos = weights(in_files(checkpoint))
-    recipe = _recipe(infos, bits)
+    recipe = recipe_of(infos, str(bits), plan_in(bits), str(Path(bits)))
     cast = CastEncoding(compute_dtype(infos) if dtype is None else dtype)
     matrices = [info for info in infos if info.name.endswith(".weight") and len(info.shape) == 2]
     dtypes = {str(torch_dtype(cast.dtype(info))).removeprefix("torch.") for info in matrices}
@@ -103,12 +103,24 @@ def compute_dtype(infos: Sequence[TensorInfo]) -> torch.dtype | None:
     return torch.bfloat16 if any(info.dtype == "F32" and len(info.shape) == 2 for info in infos) else None
 
 
-def _recipe(infos: Sequence[TensorInfo], bits: str | os.PathLike[str]) -> Recipe:
-    units = units_of((info.name, info.shape) for info in infos)
+def plan_in(bits: str | os.PathLike[str]) -> Mapping[str, Any] | None:
+    """Return the plan in a file of ``unickpt plan bits``; None for a scheme.
+
+    Raises:
+        ConfigError: it is neither.
+        FormatError: the file is not a JSON object.
+    """
     path = Path(bits)
     if not path.is_file():
-        return uniform(Scheme.parse(str(bits)), units)
+        Scheme.parse(str(bits))
+        return None
     try:
-        return planned(read_json(path), units, str(path))
+        return read_json(path)
     except OSError as err:
         raise FormatError(f"{path}: cannot be read ({err})") from err
+
+
+def recipe_of(infos: Iterable[TensorInfo], bits: str, plan: Mapping[str, Any] | None, where: str) -> Recipe:
+    """Return how the weights of a model are rounded: by a plan from ``where``, or without one by the scheme ``bits``."""
+    units = units_of((info.name, info.shape) for info in infos)
+    return uniform(Scheme.parse(bits), units) if plan is None else planned(plan, units, where)
