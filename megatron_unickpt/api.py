@@ -83,41 +83,33 @@ def save(
         ConfigError: ``vocabulary`` is not a positive integer, or this process is not in the group.
     """
     with RUNTIME.among(group, timeout_s):
-        return _save(
-            directory, model, optimizer, scheduler=scheduler, iteration=iteration, extra=extra, metadata=metadata,
-            asynchronous=asynchronous, vocabulary=vocabulary, memory=memory, alone=_is_a_part(group),
+        if vocabulary is not None and (type(vocabulary) is not int or vocabulary < 1):
+            raise ConfigError(f"vocabulary={vocabulary!r}: expected the number of the tokenizer's entries, a positive integer")
+        alone = _is_a_part(group)
+        state = _state(model, optimizer, scheduler, metadata, is_loading=False)
+        state |= {"iteration": iteration, "extra": extra or {}}
+        if vocabulary is not None:
+            state[VOCABULARY] = vocabulary
+        described = {**(metadata or {}), **METADATA}
+        tier = None if memory is None else RUNTIME.memory(memory, RUNTIME.saver().options)
+        turn = tier.turn(split(absolute(str(directory)))[0], RUNTIME.exchange()) if tier is not None and tier.enabled else None
+        saved = partial(
+            saving.save, RUNTIME, state, directory, content_metadata=described, asynchronous=asynchronous,
+            validate_access_integrity=not alone,  # a collective of all ranks
+            share=not alone,  # copies of ranks that may not call
         )  # fmt: skip
+        try:
+            request = saved(turn=turn)
+        except MegatronSaveError:
+            if turn is None:
+                raise
+            request = saved()
+        return request.async_fn.pending if asynchronous else None
 
 
 def _is_a_part(group: dist.ProcessGroup | None) -> bool:
     """Return whether a group has fewer ranks than the job."""
     return group is not None and dist.get_world_size(group) < dist.get_world_size()
-
-
-def _save(
-    directory: str | Path, model: Any, optimizer: Any, *, scheduler: Any, iteration: int, extra: dict[str, Any] | None,
-    metadata: dict[str, Any] | None, asynchronous: bool, vocabulary: int | None, memory: MemoryOptions | None, alone: bool,
-) -> Any:  # fmt: skip
-    if vocabulary is not None and (type(vocabulary) is not int or vocabulary < 1):
-        raise ConfigError(f"vocabulary={vocabulary!r}: expected the number of the tokenizer's entries, a positive integer")
-    state = _state(model, optimizer, scheduler, metadata, is_loading=False)
-    state |= {"iteration": iteration, "extra": extra or {}}
-    if vocabulary is not None:
-        state[VOCABULARY] = vocabulary
-    described = {**(metadata or {}), **METADATA}
-    tier = None if memory is None else RUNTIME.memory(memory, RUNTIME.saver().options)
-    turn = tier.turn(split(absolute(str(directory)))[0], RUNTIME.exchange()) if tier is not None and tier.enabled else None
-    saved = partial(
-        saving.save, RUNTIME, state, directory, content_metadata=described, asynchronous=asynchronous,
-        validate_access_integrity=not alone, share=not alone,  # a collective of all ranks; copies of ranks that may not call
-    )  # fmt: skip
-    try:
-        request = saved(turn=turn)
-    except MegatronSaveError:
-        if turn is None:
-            raise
-        request = saved()
-    return request.async_fn.pending if asynchronous else None
 
 
 def load(
@@ -190,44 +182,34 @@ def resume_or_start(
         MegatronCheckpointError: there are checkpoints, but none can be loaded, or the newest one does not fit.
     """
     with RUNTIME.among(group, timeout_s):
-        return _resume_or_start(
-            folder, model, optimizer, scheduler=scheduler, metadata=metadata, strict=strict, memory=memory,
-            load_dialect=load_dialect, missing_state=missing_state,
-        )  # fmt: skip
+        shutdown.finish_all(ending=False)
+        exchange, where = RUNTIME.exchange(), str(folder)
+        exchange.begin("choose")
+        tier = RUNTIME.memory(memory or MemoryOptions(), RUNTIME.saver().options)
+        in_memory = MemoryResume(tier, where, exchange)
+        candidates = Candidates(where, newest=True)
 
+        def on_disk() -> Offer:
+            found = candidates.next()
+            if found.tag is None:
+                return Offer(notes=found.notes)
+            directory = join(where, found.tag)
+            return Offer(directory, found.tag, step_of(directory), found.notes)
 
-def _resume_or_start(
-    folder: str | Path, model: Any, optimizer: Any, *, scheduler: Any, metadata: dict[str, Any] | None, strict: bool,
-    memory: MemoryOptions | None, load_dialect: str, missing_state: str | None,
-) -> dict[str, Any]:  # fmt: skip
-    shutdown.finish_all(ending=False)
-    exchange, where = RUNTIME.exchange(), str(folder)
-    exchange.begin("choose")
-    tier = RUNTIME.memory(memory or MemoryOptions(), RUNTIME.saver().options)
-    in_memory = MemoryResume(tier, where, exchange)
-    candidates = Candidates(where, newest=True)
+        def attempt(offer: Offer, _: tuple[str, ...]) -> dict[str, Any]:
+            if offer.checked:
+                Together(exchange, offer.directory).step("check", partial(in_memory.check, offer))
+            with as_agreed_failures():
+                found = _load(
+                    offer.directory, model, optimizer, scheduler=scheduler, metadata=metadata, strict=strict,
+                    source=partial(in_memory.open, offer), load_dialect=load_dialect, missing_state=missing_state,
+                )  # fmt: skip
+            in_memory.loaded(offer, offer.step)
+            return found
 
-    def on_disk() -> Offer:
-        found = candidates.next()
-        if found.tag is None:
-            return Offer(notes=found.notes)
-        directory = join(where, found.tag)
-        return Offer(directory, found.tag, step_of(directory), found.notes)
-
-    def attempt(offer: Offer, _: tuple[str, ...]) -> dict[str, Any]:
-        if offer.checked:
-            Together(exchange, offer.directory).step("check", partial(in_memory.check, offer))
-        with as_agreed_failures():
-            found = _load(
-                offer.directory, model, optimizer, scheduler=scheduler, metadata=metadata, strict=strict,
-                source=partial(in_memory.open, offer), load_dialect=load_dialect, missing_state=missing_state,
-            )  # fmt: skip
-        in_memory.loaded(offer, offer.step)
-        return found
-
-    offers = in_memory.offers(on_disk, lambda: -1)
-    with as_megatron_errors():
-        return resume(exchange, offers.next, attempt, lambda _: {"iteration": 0, "extra": {}}, where=where)
+        offers = in_memory.offers(on_disk, lambda: -1)
+        with as_megatron_errors():
+            return resume(exchange, offers.next, attempt, lambda _: {"iteration": 0, "extra": {}}, where=where)
 
 
 def _load(

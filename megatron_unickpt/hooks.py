@@ -7,6 +7,7 @@ arguments cannot carry the runtime.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +32,24 @@ def _arguments(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> dict[str,
     return bound.arguments
 
 
+def _late(function: str, *bound: Any, of_instance: bool = False) -> Callable[..., Any]:
+    """Return a wrapper that calls a function of this package, which is imported at the first call.
+
+    Args:
+        function: ``module:name`` below this package.
+        bound: its first arguments. The hooked function and the arguments of the call follow.
+        of_instance: the object whose method is hooked comes before the arguments of the call.
+    """
+    module, _, name = function.partition(":")
+
+    def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        target = getattr(importlib.import_module(f"megatron_unickpt.{module}"), name)
+        own = (instance,) if of_instance else ()
+        return target(*bound, wrapped, *own, *args, **kwargs)
+
+    return wrapper
+
+
 # ---------------------------------------------------------------- megatron.core.dist_checkpointing
 
 
@@ -41,7 +60,7 @@ def _save(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: A
     from megatron_unickpt.framework import marks
 
     inner = strategies.unwrap(strategy)
-    if strategy == (marks.BACKEND, marks.VERSION) or runtime.purpose is Purpose.SAVE:
+    if strategy == (marks.BACKEND, marks.VERSION) or runtime.call.purpose is Purpose.SAVE:
         inner = strategies.UnickptSaveStrategy()
     if not isinstance(inner, strategies.UnickptSaveStrategy):
         return wrapped(*args, **kwargs)
@@ -64,15 +83,15 @@ def _load(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: A
     given = _arguments(wrapped, args, kwargs)
     if not runtime.recognises(given["checkpoint_dir"]):
         return wrapped(*args, **kwargs)
-    alone = masters.parameters_alone(given["sharded_state_dict"]) if runtime.call is None else []
+    alone = masters.parameters_alone(given["sharded_state_dict"]) if runtime.call.purpose is None else []
     loaded = loading.load(
         runtime,
         given["sharded_state_dict"],
         given["checkpoint_dir"],
-        receiver=runtime.receiver,
+        receiver=runtime.call.receiver,
         validate_access_integrity=given["validate_access_integrity"],
         strict=given["strict"],
-        fit=Fit.EQUAL if runtime.call is not None and runtime.call.complete else Fit.REQUESTED,
+        fit=Fit.EQUAL if runtime.call.complete else Fit.REQUESTED,
     )
     masters.follow_loaded(alone, loaded[0] if isinstance(loaded, tuple) else loaded)
     return loaded
@@ -162,15 +181,10 @@ CORE = [
 # ---------------------------------------------------------------- asynchronous saves
 
 
-def _schedule(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt.dist_checkpointing import async_queue
-
-    return async_queue.schedule(wrapped, instance, *args, **kwargs)
-
-
 ASYNCHRONOUS = [
     declared(
-        "megatron.schedule_async_request", ASYNC, "AsyncCallsQueue.schedule_async_request", _schedule,
+        "megatron.schedule_async_request", ASYNC, "AsyncCallsQueue.schedule_async_request",
+        _late("dist_checkpointing.async_queue:schedule", of_instance=True),
         parameters=("async_request",),
         why="the queue forks a process, or uses a worker process, for a save that already runs in a thread",
         until="AsyncCallsQueue takes a caller with the request",
@@ -181,20 +195,10 @@ ASYNCHRONOUS = [
 # ---------------------------------------------------------------- megatron.core.optimizer
 
 
-def _optimizer_state(runtime: Runtime, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt.dist_checkpointing import optimizer_hooks
-
-    return optimizer_hooks.hooked_state_dict(runtime, wrapped, instance, *args, **kwargs)
-
-
-def _optimizer_load(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt.dist_checkpointing import optimizer_hooks
-
-    return optimizer_hooks.hooked_load(wrapped, *args, **kwargs)
-
-
 def _optimizer(module: str, name: str, why: str) -> list[Hook]:
     """Return the hooks on both directions of an optimizer's state."""
+    state = _late("dist_checkpointing.optimizer_hooks:hooked_state_dict", RUNTIME, of_instance=True)
+    load = _late("dist_checkpointing.optimizer_hooks:hooked_load")
     return [
         declared(
             f"megatron.{name}.{method}", f"megatron.core.optimizer.{module}", f"{name}.{method}", wrapper,
@@ -202,8 +206,8 @@ def _optimizer(module: str, name: str, why: str) -> list[Hook]:
             until="sharded_state_dict has a model space type without a gather, the same for all optimizers",
         )
         for method, wrapper, parameters, reason in (
-            ("sharded_state_dict", partial(_optimizer_state, RUNTIME), ("model_sharded_state_dict", "is_loading"), why),
-            ("load_state_dict", _optimizer_load, ("state_dict",), f"reads only the form that {name} itself has described"),
+            ("sharded_state_dict", state, ("model_sharded_state_dict", "is_loading"), why),
+            ("load_state_dict", load, ("state_dict",), f"reads only the form that {name} itself has described"),
         )
     ]  # fmt: skip
 
@@ -228,82 +232,56 @@ LAYER_WISE_OPTIMIZER = _optimizer(
 # ---------------------------------------------------------------- megatron.training
 
 
-def _parsing(name: str) -> Callable[..., Any]:
-    def wrapper(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-        from megatron_unickpt.pretraining import arguments
-
-        return getattr(arguments, name)(wrapped, *args, **kwargs)
-
-    return wrapper
-
-
-def _checkpointing(name: str, runtime: Runtime) -> Callable[..., Any]:
-    def wrapper(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-        from megatron_unickpt.pretraining import scripts
-
-        return getattr(scripts, name)(runtime, wrapped, *args, **kwargs)
-
-    return wrapper
-
-
-def _tracking(name: str, runtime: Runtime) -> Callable[..., Any]:
-    def wrapper(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-        from megatron_unickpt.pretraining import tracker_hooks
-
-        return getattr(tracker_hooks, name)(runtime, wrapped, *args, **kwargs)
-
-    return wrapper
-
-
-def _script(module: str, attribute: str, wrapper: Callable[..., Any], parameters: tuple[str, ...], why: str) -> Hook:
+def _script(module: str, attribute: str, function: str, parameters: tuple[str, ...], why: str, *bound: Any) -> Hook:
     return declared(
-        f"megatron-lm.{attribute}", f"megatron.training.{module}", attribute, wrapper, parameters=parameters, why=why,
-        until="--ckpt-format takes the name of a registered strategy",
+        f"megatron-lm.{attribute}", f"megatron.training.{module}", attribute, _late(f"pretraining.{function}", *bound),
+        parameters=parameters, why=why, until="--ckpt-format takes the name of a registered strategy",
     )  # fmt: skip
 
 
+def _checkpointing(attribute: str, function: str, parameters: tuple[str, ...], why: str) -> Hook:
+    return _script("checkpointing", attribute, function, parameters, why, RUNTIME)
+
+
 ARGUMENTS = [
-    _script("arguments", "add_megatron_arguments", _parsing("add_arguments"), ("parser",), "--ckpt-format is a closed choice"),
-    _script("arguments", "parse_args", _parsing("parse_arguments"), (), "the scripts branch on the literal torch_dist"),
+    _script("arguments", "add_megatron_arguments", "arguments:add_arguments", ("parser",), "--ckpt-format is a closed choice"),
+    _script("arguments", "parse_args", "arguments:parse_arguments", (), "the scripts branch on the literal torch_dist"),
 ]
 SCRIPTS = [
-    _script(
-        "checkpointing", "save_checkpoint", _checkpointing("save_checkpoint", RUNTIME), ("iteration",),
-        "an error of a save ends training",
-    ),
-    _script(
-        "checkpointing", "load_checkpoint", _checkpointing("load_checkpoint", RUNTIME), ("load_arg",),
+    _checkpointing("save_checkpoint", "scripts:save_checkpoint", ("iteration",), "an error of a save ends training"),
+    _checkpointing(
+        "load_checkpoint", "scripts:load_checkpoint", ("load_arg",),
         "loads one format only, and no older checkpoint if the newest is damaged",
     ),
-    _script(
-        "checkpointing", "get_rng_state", _checkpointing("get_rng_state", RUNTIME), ("ckpt_format",),
+    _checkpointing(
+        "get_rng_state", "scripts:get_rng_state", ("ckpt_format",),
         "without experts, stores the generators of one data parallel rank only",
     ),
-    _script(
-        "checkpointing", "get_checkpoint_name", _checkpointing("checkpoint_name", RUNTIME), ("return_base_dir",),
+    _checkpointing(
+        "get_checkpoint_name", "scripts:checkpoint_name", ("return_base_dir",),
         "knows iter_... directories only; other frameworks' checkpoints have other names",
     ),
-    _script(
-        "checkpointing", "get_checkpoint_tracker_filename", _tracking("tracker_file", RUNTIME), ("checkpoints_path",),
+    _checkpointing(
+        "get_checkpoint_tracker_filename", "tracker_hooks:tracker_file", ("checkpoints_path",),
         "writes the tracker file when it polls a save, and takes what it says then for the checkpoint before",
     ),
-    _script(
-        "checkpointing", "cleanup_old_non_persistent_checkpoint", _tracking("remove_old_non_persistent", RUNTIME),
-        ("save_dir", "leave_ckpt_num"), "counts a checkpoint that is still being written, and removes the complete one",
+    _checkpointing(
+        "cleanup_old_non_persistent_checkpoint", "tracker_hooks:remove_old_non_persistent", ("save_dir", "leave_ckpt_num"),
+        "counts a checkpoint that is still being written, and removes the complete one",
     ),
-    _script(
-        "checkpointing", "find_checkpoint_rank_0", _checkpointing("first_file", RUNTIME), ("checkpoints_path", "iteration"),
+    _checkpointing(
+        "find_checkpoint_rank_0", "scripts:first_file", ("checkpoints_path", "iteration"),
         "looks for files of Megatron's formats in the directory",
     ),
-    _script(
-        "checkpointing", "_get_checkpoint_format", _checkpointing("checkpoint_format", RUNTIME), ("checkpoint_name",),
+    _checkpointing(
+        "_get_checkpoint_format", "scripts:checkpoint_format", ("checkpoint_name",),
         "recognises a directory by Megatron's metadata.json, which other frameworks do not write",
     ),
 ]  # fmt: skip
 # Since 0.13. In 0.12 the sharding type is an argument of the optimizer's sharded_state_dict.
 METADATA = [
-    _script(
-        "checkpointing", "_build_sharded_state_dict_metadata", _checkpointing("sharding_metadata", RUNTIME), ("args",),
+    _checkpointing(
+        "_build_sharded_state_dict_metadata", "scripts:sharding_metadata", ("args",),
         "chooses the sharding type of the optimizer from a closed set",
     )
 ]  # fmt: skip

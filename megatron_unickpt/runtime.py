@@ -39,7 +39,7 @@ class ScriptCall:
     Megatron calls further hooked functions during the call, and does not pass them its purpose.
 
     Attributes:
-        purpose: which format is saved or loaded.
+        purpose: which format is saved or loaded; None outside of a call.
         source: opened checkpoint, for ``Purpose.LOAD``.
         receiver: objects of the job that receive the state of another framework's checkpoint, for ``Purpose.LOAD``.
         directory: directory by which Megatron's functions name ``source``. It need not exist if the checkpoint is in memory.
@@ -53,7 +53,7 @@ class ScriptCall:
         diverted: Megatron's function writes no tracker file, because unickpt does. For a save to disk.
     """
 
-    purpose: Purpose
+    purpose: Purpose | None = None
     source: Checkpoint | None = None
     receiver: Receiver | None = None
     directory: str = ""
@@ -74,7 +74,7 @@ class Runtime:
         last_report: report of the last load; None before.
         saves_begun: number of saves that this process began to agree on.
         loads_begun: number of loads that this process began to agree on.
-        call: call of the training scripts that is in progress; None outside of one.
+        call: call of the training scripts that is in progress; an empty one outside of one.
         timeout_s: how long a rank waits for the others, in seconds; None: ``--unickpt-timeout-seconds``. Takes effect before
             the first save or load.
     """
@@ -85,7 +85,7 @@ class Runtime:
         self.last_report: LoadReport | None = None
         self.saves_begun = 0
         self.loads_begun = 0
-        self.call: ScriptCall | None = None
+        self.call = ScriptCall()
         self._trackers: Trackers | None = None
         self._exchanges: dict[str, tuple[Any, MessageExchange]] = {}
         self._group: Any = None
@@ -240,26 +240,6 @@ class Runtime:
         finally:
             self.call = before
 
-    @property
-    def purpose(self) -> Purpose | None:
-        """Purpose of the scripts' call that is in progress."""
-        return None if self.call is None else self.call.purpose
-
-    @property
-    def source(self) -> Checkpoint | None:
-        """Checkpoint that the scripts are loading."""
-        return None if self.call is None else self.call.source
-
-    @property
-    def source_directory(self) -> str:
-        """Directory by which Megatron's functions name that checkpoint; '' if there is none."""
-        return "" if self.call is None else self.call.directory
-
-    @property
-    def receiver(self) -> Receiver | None:
-        """Receiver of the load that the scripts make."""
-        return None if self.call is None else self.call.receiver
-
     def opened(self, directory: str | Path) -> Checkpoint:
         """Return the checkpoint that the scripts have opened, or open it if they have not opened this directory.
 
@@ -268,15 +248,16 @@ class Runtime:
         """
         from unickpt.checkpoint.load.checkpoint import Checkpoint
 
-        if self.source is not None and self.source_directory == str(directory):
-            return self.source
+        source = self.call.source
+        if source is not None and self.call.directory == str(directory):
+            return source
         return Checkpoint.open(str(directory))
 
     def recognises(self, directory: str | Path | None) -> bool:
         """Return whether a directory holds a unickpt checkpoint, or names the one that the scripts are loading."""
         from megatron_unickpt.framework import marks
 
-        return (self.source is not None and self.source_directory == str(directory)) or marks.recognises(directory)
+        return (self.call.source is not None and self.call.directory == str(directory)) or marks.recognises(directory)
 
     def is_news(self, text: str) -> bool:
         """Return whether this is the first call with this text."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,15 +16,13 @@ from typing import Any
 from megatron.core.dist_checkpointing import validation
 from megatron.core.dist_checkpointing.dict_utils import merge
 from megatron.core.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
-    ShardedObject,
     ShardedTensor,
     apply_factory_merges,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
-from megatron_unickpt.dist_checkpointing import dialects, lacking, metadata, restore
+from megatron_unickpt.dist_checkpointing import capture, dialects, lacking, metadata, restore
 from megatron_unickpt.dist_checkpointing.lacking import Fit, Lack
 from megatron_unickpt.framework import internals, optimizer_internals
 from megatron_unickpt.framework.errors import as_megatron_errors
@@ -36,7 +34,6 @@ from unickpt.base.errors import MismatchError
 from unickpt.base.garbage import collection_paused
 from unickpt.base.listing import some
 from unickpt.base.logs import make_visible
-from unickpt.checkpoint.coordination.host_peers import HostPeers
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.coordination.owners import Origin
 from unickpt.checkpoint.format.index import TensorInfo
@@ -66,9 +63,6 @@ def load(
     adapt: Adapt | None = None,
     validate_access_integrity: bool = True,
     strict: Any = validation.StrictHandling.ASSUME_OK_UNEXPECTED,
-    allow_pickle: bool | None = None,
-    verify: str | None = None,
-    read_once_per_host: bool | None = None,
     source: Callable[[], Checkpoint] | None = None,
     load_dialect: str = "",
     fit: Fit = Fit.REQUESTED,
@@ -85,11 +79,6 @@ def load(
         validate_access_integrity: the ranks also find the tensors that none of them loads. Megatron's check that shards do
             not overlap runs in a save.
         strict: Megatron's ``StrictHandling`` or its value.
-        allow_pickle: unpickle opaque objects, which runs code from the checkpoint. None: ``--unickpt-allow-pickle``.
-        verify: ``always``, ``sampled`` or ``off``: compare the bytes read with their checksums. None: the value of
-            ``--unickpt-verify``, or ``always``.
-        read_once_per_host: one rank of a host reads the data that several need, and shares it in memory. None: True unless
-            ``--unickpt-no-read-once`` was given.
         source: opens the checkpoint, if it is in memory. ``checkpoint_dir`` is then its name in messages.
         load_dialect: model family or dialect file, to load a checkpoint of another framework. '' for
             ``--unickpt-load-dialect``.
@@ -107,14 +96,9 @@ def load(
     begin = time.monotonic()
     handling = validation.parse_strict_flag(strict)
     options = internals.options()
-    verify = verify or options.verify
-    with_pickle = options.allow_pickle if allow_pickle is None else allow_pickle
-    if read_once_per_host is None:
-        read_once_per_host = options.read_once_per_host
     shutdown.finish_all(ending=False)
     together = begin_together(runtime, checkpoint_dir)
-    whole = any(isinstance(leaf, OptimizerPart) for leaf in map(_held, sharded_tensors.walk(sharded_state_dict)))
-    owner = runtime.owner(sharded_state_dict) if whole else None
+    owner = runtime.owner(sharded_state_dict) if capture.optimizer_parts(sharded_state_dict) else None
 
     def opened() -> tuple[Checkpoint, _Request]:
         checkpoint = runtime.opened(checkpoint_dir) if source is None else source()
@@ -141,38 +125,34 @@ def load(
             wanted, missing, unexpected = together.step(
                 "strictly", lambda: _strictly(checkpoint, wanted, handling, validate_access_integrity)
             )
-        filling: _Filling | None = None
+        work: restore.Restore | None = None
         state: Any = None
 
         def planned() -> Planned:
-            nonlocal filling, state
+            nonlocal work, state
             work = restore.Restore(
-                checkpoint, verify=verify, allow_pickle=with_pickle, own=request.optimizer, fit=fit,
+                checkpoint, verify=options.verify, allow_pickle=options.allow_pickle, own=request.optimizer, fit=fit,
                 missing_state=missing_state or options.missing_state,
             )  # fmt: skip
-            filling = _Filling(work, wanted)
+            found = work.request(wanted)
             work.begin_anew(request.dropped(wanted))
-            state = filling.work.common()
-            return filling.planned
+            state = work.common()
+            return found
 
-        _, opener = together.plan(planned, identity=lambda: checkpoint.identity, share=read_once_per_host)
-        assert filling is not None
-        together.read(filling.read, opener)
-        together.step("finish", partial(_finish, filling, request, state))
-        _account(filling.work, wanted, with_others, time.monotonic() - begin, handling, with_optimizer=bool(request.parts))
+        plan, opener = together.plan(planned, identity=lambda: checkpoint.identity, share=options.read_once_per_host)
+        assert work is not None
+        together.read(partial(work.read, plan), opener)
+        together.step("finish", partial(_finish, work, request, state))
+        _account(work, wanted, with_others, time.monotonic() - begin, handling, with_optimizer=bool(request.parts))
         if owner is not None:
             runtime.owners.adopt(owner, Origin.of(checkpoint.manifest))
-        runtime.last_report = filling.work.report
-        session.checkpoint_io(filling.work.report.io_times(checkpoint.manifest.step or 0))
+        runtime.last_report = work.report
+        session.checkpoint_io(work.report.io_times(checkpoint.manifest.step or 0))
     merge(state, request.local)
     state = apply_factory_merges(state, request.factories)
     if validation.StrictHandling.requires_returning_mismatch_keys(handling):
         return state, missing, unexpected
     return state
-
-
-def _held(leaf: Any) -> Any:
-    return leaf.obj if isinstance(leaf, LocalNonpersistentObject) else leaf
 
 
 def begin_together(runtime: Runtime, checkpoint_dir: str | Path) -> Together:
@@ -224,55 +204,25 @@ def _tensors_of(tree: Any) -> list[ShardedTensor]:
     return [leaf for leaf in sharded_tensors.walk(tree) if isinstance(leaf, ShardedTensor)]
 
 
-def _finish(filling: _Filling, request: _Request, state: Any) -> None:
+def _finish(work: restore.Restore, request: _Request, state: Any) -> None:
     """Complete the state dict with the data read, and set the optimizers' hyperparameters."""
-    merge(state, filling.tree())
-    filling.work.optimizers(request.parts)
+    merge(state, work.filled())
+    work.optimizers(request.parts)
 
 
 def load_sharded(runtime: Runtime, wanted: Any, checkpoint_dir: str | Path) -> Any:
     """Fill a tree of sharded tensors and objects without communication, as Megatron's load strategies do."""
     with as_megatron_errors():
-        items = [leaf for leaf in sharded_tensors.walk(wanted) if isinstance(leaf, ShardedTensor)]
-        checkpoint = dialects.as_named_here(runtime.opened(checkpoint_dir), items, None, runtime.receiver)
-        filling = _Filling(restore.Restore(checkpoint, missing_state=internals.options().missing_state), wanted)
-        filling.read()
-        return filling.tree()
+        checkpoint = dialects.as_named_here(runtime.opened(checkpoint_dir), _tensors_of(wanted), None, runtime.call.receiver)
+        work = restore.Restore(checkpoint, missing_state=internals.options().missing_state)
+        work.read(work.request(wanted))
+        return work.filled()
 
 
 def _dequantize(state: Any) -> None:
     for leaf in sharded_tensors.walk(state):
         if isinstance(leaf, ShardedTensor) and leaf.data is not None:
             leaf.data = internals.dequantized(leaf.data)
-
-
-class _Filling:
-    """A tree of sharded tensors and objects that is being loaded. Before ``read``, only objects are read."""
-
-    def __init__(self, work: restore.Restore, wanted: Any) -> None:
-        leaves = list(sharded_tensors.walk(wanted))
-        self.work, self._wanted = work, wanted
-        # names and shapes first: their error says more than that of an object if the model differs
-        self.planned = work.plan([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
-        self._objects = work.objects(leaf for leaf in leaves if isinstance(leaf, ShardedObject))
-
-    def read(self, host_peers: HostPeers | None = None) -> None:
-        """Fill the tensors, in place."""
-        self.work.read(self.planned, host_peers)
-
-    def tree(self) -> Any:
-        """Return the tree with data and objects in place of the sharded ones."""
-        return _mapped(
-            self._wanted, lambda item: self._objects[item.unique_key] if isinstance(item, ShardedObject) else item.data
-        )
-
-
-def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(tree, dict):
-        return {key: _mapped(value, function) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_mapped(value, function) for value in tree]
-    return function(tree)
 
 
 def _strictly(checkpoint: Checkpoint, wanted: Any, handling: Any, together: bool) -> tuple[Any, set[str], set[str]]:
@@ -315,11 +265,6 @@ def _warn_of_lost_states(left: list[TensorInfo], with_optimizer: bool) -> None:
         )
 
 
-def _lost_parameters(checkpoint: Checkpoint, left: Iterable[TensorInfo]) -> list[str]:
-    """Return the names of the parameters that no rank loads, without those of an optimizer's memory buckets."""
-    return [name for name in lost_parameters(checkpoint, left) if not optimizer_forms.is_bucket(name)]
-
-
 def _warn_of_fresh(fresh: Mapping[str, set[str]], stored: list[str]) -> None:
     """Warn of optimizer states that begin anew, if the checkpoint's optimizer, or that of another run, would have had them.
 
@@ -356,8 +301,9 @@ def _refuse_left_out(together: Together, checkpoint: Checkpoint, wanted: Any) ->
     refused = None
     if messages is not None:
         left = unrequested(checkpoint, [message["tensors"] for message in messages])
-        lost = {info.name for info in left if info.kind == "parameter" and not optimizer_forms.is_bucket(info.name)}
-        reason = lacking.left_out_refusal(sorted(lost))
+        reason = lacking.left_out_refusal(
+            info.name for info in left if info.kind == "parameter" and not optimizer_forms.is_bucket(info.name)
+        )
         refused = MismatchError(f"{checkpoint.storage} does not fit this job: {reason}. Nothing is loaded.") if reason else None
     together.agree("parameters-agreed", refused)
 
@@ -380,7 +326,7 @@ def _account(
             left = unrequested(checkpoint, [message["tensors"] for message in messages])
             for info in left:
                 report.add(info.name, info.state, "left out", "no rank of this job loads it")
-            lost = _lost_parameters(checkpoint, left)
+            lost = [name for name in lost_parameters(checkpoint, left) if not optimizer_forms.is_bucket(name)]
             if lost and handling is validation.StrictHandling.ASSUME_OK_UNEXPECTED:
                 logger.warning(
                     "unickpt: %s: no rank of this job loads %d of its parameters: %s", checkpoint.storage, len(lost), some(lost)

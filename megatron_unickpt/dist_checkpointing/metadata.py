@@ -72,7 +72,7 @@ def sharded_of(checkpoint: Checkpoint) -> dict[str, Any]:
 def load_common_state_dict(runtime: Runtime, checkpoint_dir: str | Path) -> Any:
     """Replace ``dist_checkpointing.load_common_state_dict``. See ``common_of``."""
     with as_megatron_errors():
-        return common_state_dict(runtime.opened(checkpoint_dir), runtime.receiver)
+        return common_state_dict(runtime.opened(checkpoint_dir), runtime.call.receiver)
 
 
 def load_tensors_metadata(runtime: Runtime, checkpoint_dir: str | Path) -> dict[str, ShardedTensor]:

@@ -32,11 +32,11 @@ def hooked_state_dict(
     Otherwise the result is in Megatron's form, and a save or load of unickpt can still describe it by parameter.
     """
     metadata = kwargs.get("metadata") or {}
-    by_scripts = runtime.purpose in (Purpose.SAVE, Purpose.LOAD)  # 0.12 passes no metadata
+    by_scripts = runtime.call.purpose in (Purpose.SAVE, Purpose.LOAD)  # 0.12 passes no metadata
     selected = metadata.get(keys.MARK) or by_scripts
     reason = unsupported_reason(instance)
     if not selected:
-        known = {} if reason or runtime.purpose is Purpose.NATIVE else optimizer.items_of(model_sharded_state_dict)
+        known = {} if reason or runtime.call.purpose is Purpose.NATIVE else optimizer.items_of(model_sharded_state_dict)
         if not known:
             return wrapped(model_sharded_state_dict, *args, **kwargs)
         return optimizer.MegatronsForm(_in_megatrons_form(wrapped, model_sharded_state_dict, *args, **kwargs), instance, known)

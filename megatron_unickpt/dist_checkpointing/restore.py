@@ -70,6 +70,24 @@ class Restore:
         self._filling = Filling(self.checkpoint, self.report)
         self._states = States(self.record, self.checkpoint.manifest.step, stored_tensors(self.checkpoint), self.own)
         self._zeros: list[torch.Tensor] = []
+        self._tree: Any = None
+        self._objects: dict[str, Any] = {}
+
+    # ---------------------------------------------------------------- the whole
+
+    def request(self, tree: Any) -> Planned:
+        """Plan the read of every sharded tensor of a tree, and read its objects. Raises as ``plan`` and ``objects``."""
+        leaves = list(sharded_tensors.walk(tree))
+        # names and shapes first: their error says more than that of an object if the model differs
+        planned = self.plan([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
+        self._tree, self._objects = tree, self.objects(leaf for leaf in leaves if isinstance(leaf, ShardedObject))
+        return planned
+
+    def filled(self) -> Any:
+        """Return the tree of ``request`` with data and objects in place of the sharded ones, after the read."""
+        return sharded_tensors.mapped(
+            self._tree, lambda item: self._objects[item.unique_key] if isinstance(item, ShardedObject) else item.data
+        )
 
     # ---------------------------------------------------------------- tensors
 

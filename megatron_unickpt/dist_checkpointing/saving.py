@@ -76,9 +76,9 @@ def save(
     save_dir, tag = split(directory)
     compared: list[Any] = []
     owner = runtime.owner(sharded_state_dict)
-    call = runtime.call if runtime.purpose is Purpose.SAVE else None
-    by_scripts = call is not None  # they can save in Megatron's own format instead
-    if call is not None and tag.startswith(ITERATION):
+    call = runtime.call
+    by_scripts = call.purpose is Purpose.SAVE  # they can save in Megatron's own format instead
+    if by_scripts and tag.startswith(ITERATION):
         turn = call.memory
 
     def contribute(_: Message) -> Contribution:
@@ -97,8 +97,8 @@ def save(
         tag=tag,
         claim=None if owner is None else runtime.owners.claim(owner),
         one_writer=by_scripts,
-        on_commit=marks.mark if call is None else partial(_scripts_commit, runtime, call),
-        on_end=partial(_ended, runtime, (call.memory_folder if call is not None else "") or save_dir),
+        on_commit=partial(_scripts_commit, runtime, call) if by_scripts else marks.mark,
+        on_end=partial(_ended, runtime, call.memory_folder or save_dir),
         framework_stands_in=by_scripts,
     )
     pending = _begun(runtime, request, asynchronous=asynchronous, turn=turn)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
 
-from megatron_unickpt.held_state import foreign_state, optimizer
+from megatron_unickpt.held_state import foreign_state, optimizer, sharded_tensors
 from megatron_unickpt.held_state.common_state import COMMON
 from megatron_unickpt.held_state.hyperparameters import OptimizerPart
 from megatron_unickpt.held_state.optimizer import PART, MegatronsForm
@@ -151,7 +151,7 @@ def record_of(checkpoint: Checkpoint) -> OptimizerRecord | None:
     """Return hyperparameters and steps by parameter; None if the checkpoint has none, or does not have the assignment."""
     if checkpoint.manifest.optimizer is not None or form_of(checkpoint) is not Form.MEGATRONS:
         return checkpoint.manifest.optimizer
-    optimizers = list(common_state.optimizers_in(_with_numbers(_common(checkpoint).get("optimizer"))))
+    optimizers = list(common_state.optimizers_in(sharded_tensors.mapped(_common(checkpoint).get("optimizer"), _number)))
     held = [common_state.hyperparameters(group) for each in optimizers for group in each.groups]
     states = {info.state for info in checkpoint.index.tensors if info.kind == "optimizer"}
     shapes = {info.name: info.shape for info in checkpoint.index.tensors if info.kind == "optimizer"}
@@ -167,13 +167,9 @@ def record_of(checkpoint: Checkpoint) -> OptimizerRecord | None:
     return OptimizerRecord(common_state.name_of_optimizer(states, held), groups, scalars, stepped=bool(shapes))
 
 
-def _with_numbers(tree: Any) -> Any:
-    """Return a tree with numbers in place of tensors of one element."""
-    if isinstance(tree, dict):
-        return {key: _with_numbers(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_with_numbers(value) for value in tree]
-    return tree.item() if isinstance(tree, torch.Tensor) and tree.numel() == 1 else tree
+def _number(leaf: Any) -> Any:
+    """Return the number in a tensor of one element, and any other value as it is."""
+    return leaf.item() if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 else leaf
 
 
 def refusal(checkpoint: Checkpoint, items: Iterable[ShardedTensor]) -> str:

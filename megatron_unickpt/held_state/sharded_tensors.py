@@ -8,7 +8,7 @@ write and read the same tensors.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,15 @@ def walk(tree: Any) -> Iterator[Any]:
             yield from walk(value)
     else:
         yield tree
+
+
+def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a tree with ``function`` applied to every leaf of nested dicts and lists."""
+    if isinstance(tree, dict):
+        return {key: mapped(value, function) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [mapped(value, function) for value in tree]
+    return function(tree)
 
 
 def sharded(tree: Any) -> Iterator[FoundItem]:

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_unickpt.pretraining import local_layouts
 from megatron_unickpt.pretraining.choices import Choices
 from unickpt.base.errors import UnickptError
 from unickpt.checkpoint.checkpoint_folder import tracked_iteration
@@ -59,16 +58,6 @@ def newest_local(options: Any, context: Any) -> int:
 def is_local_save(options: Any, arguments: Any) -> bool:
     """Whether the arguments of a ``save_checkpoint`` call are those of a local checkpoint."""
     return bool(arguments.get("non_persistent_ckpt")) and kind_of(options) == LOCAL
-
-
-def note_local_layout(options: Any, iteration: int, rank: int, layout: Mapping[str, Any]) -> None:
-    """Note the layout of a local checkpoint that this rank is about to save."""
-    local_layouts.note(str(options.non_persistent_local_ckpt_dir), rank, iteration, layout)
-
-
-def other_local_layout(options: Any, iteration: int, rank: int, layout: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the layout under which this rank's local checkpoint was saved if it is not ``layout``."""
-    return local_layouts.other_layout(str(options.non_persistent_local_ckpt_dir), rank, iteration, layout)
 
 
 class BothChoices:

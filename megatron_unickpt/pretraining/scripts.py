@@ -99,8 +99,8 @@ def save_checkpoint(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, *
     options = _arguments()
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     if non_persistent.is_local_save(options, given):
-        iteration = int(given["iteration"])
-        non_persistent.note_local_layout(options, iteration, torch.distributed.get_rank(), internals.topology())
+        place, rank = str(options.non_persistent_local_ckpt_dir), torch.distributed.get_rank()
+        local_layouts.note(place, rank, int(given["iteration"]), internals.topology())
         return _native(runtime, wrapped, args, kwargs)
     set_asynchronous(options)
     take_retention(options)
@@ -161,7 +161,7 @@ def _saved_in_memory(
 def sharding_metadata(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap ``_build_sharded_state_dict_metadata``: optimizers are saved in model space, without a gather."""
     native = wrapped(*args, **kwargs)
-    return {**native, **METADATA} if active() and runtime.purpose in (None, Purpose.SAVE) else native
+    return {**native, **METADATA} if active() and runtime.call.purpose in (None, Purpose.SAVE) else native
 
 
 def get_rng_state(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -171,8 +171,8 @@ def get_rng_state(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **k
     expert parallel size would look for objects that do not exist.
     """
     state = wrapped(*args, **kwargs)
-    source = runtime.source
-    ours = source is not None or (runtime.purpose in (None, Purpose.SAVE) and active())
+    source = runtime.call.source
+    ours = source is not None or (runtime.call.purpose in (None, Purpose.SAVE) and active())
     if not ours or not isinstance(state, ShardedObject):
         return state
     place, sizes = internals.coordinates(), internals.topology()
@@ -279,7 +279,8 @@ def _local_is_newer(options: argparse.Namespace, bound: inspect.BoundArguments, 
     if not newer:
         return False
     layouts: list[dict[str, Any] | None] = [None] * torch.distributed.get_world_size()
-    mine = non_persistent.other_local_layout(options, local, torch.distributed.get_rank(), internals.topology())
+    place, rank = str(options.non_persistent_local_ckpt_dir), torch.distributed.get_rank()
+    mine = local_layouts.other_layout(place, rank, local, internals.topology())
     torch.distributed.all_gather_object(layouts, mine)
     other = next((layout for layout in layouts if layout is not None), None)
     if other is None:
@@ -305,17 +306,17 @@ def _marked(offer: Offer) -> Offer:
 def checkpoint_name(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap ``get_checkpoint_name``: return the directory of the checkpoint that is being loaded, whatever its name."""
     base = inspect.signature(wrapped).bind(*args, **kwargs).arguments.get("return_base_dir", False)
-    return (runtime.source_directory if base else "") or wrapped(*args, **kwargs)
+    return (runtime.call.directory if base else "") or wrapped(*args, **kwargs)
 
 
 def first_file(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap ``find_checkpoint_rank_0``: return the directory of the checkpoint that is being loaded."""
-    return runtime.source_directory or wrapped(*args, **kwargs)
+    return runtime.call.directory or wrapped(*args, **kwargs)
 
 
 def checkpoint_format(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap ``_get_checkpoint_format``: also recognise a directory without Megatron's mark, of another framework."""
-    return NATIVE_FORMAT if runtime.source is not None else wrapped(*args, **kwargs)
+    return NATIVE_FORMAT if runtime.call.source is not None else wrapped(*args, **kwargs)
 
 
 def _universal(

@@ -51,9 +51,9 @@ def tracker_file(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kw
     It does not find a tracker file that names a checkpoint which is not there.
     """
     call, name = runtime.call, wrapped(*args, **kwargs)
-    if call is not None and call.hidden and absolute(os.path.dirname(name)) == call.hidden:
+    if call.hidden and absolute(os.path.dirname(name)) == call.hidden:
         return f"{name} (names no checkpoint)"
-    if call is not None and call.diverted is not None and torch.distributed.get_rank() == 0 and call.diverted.take():
+    if call.diverted is not None and torch.distributed.get_rank() == 0 and call.diverted.take():
         return os.devnull
     return name
 
@@ -61,7 +61,7 @@ def tracker_file(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kw
 def remove_old_non_persistent(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap ``cleanup_old_non_persistent_checkpoint``: a checkpoint that is still being written does not count."""
     call = runtime.call
-    if call is None or (call.diverted is None and call.memory is None):
+    if call.diverted is None and call.memory is None:
         return wrapped(*args, **kwargs)
     if torch.distributed.get_rank() == 0:
         bound = inspect.signature(wrapped).bind(*args, **kwargs)
