@@ -1,4 +1,8 @@
-"""What a writer of another program's format returns, and the folder that it fills."""
+"""What a writer of another program's format returns, and the folder that it fills.
+
+Writers read block by block and check no checksums, because a fragment would be read again for each of its blocks. Commands
+verify the checkpoint before.
+"""
 
 from __future__ import annotations
 

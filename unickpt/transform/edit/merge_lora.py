@@ -345,8 +345,9 @@ def _plain(table: Table, rest: list[TableEntry], adapter: str) -> Table:
     new = {name: None if _adapter(name)[1] else _own_name(name, adapter, modules) for name in known}
     entries = [
         replace(entry, info=replace(entry.info, name=name))
-        for entry in less.tensors() if (name := new[entry.info.name]) is not None
-    ]  # fmt: skip
+        for entry in less.tensors()
+        if (name := new[entry.info.name]) is not None
+    ]
     aliases = {
         alias: name
         for before, of in less.aliases.items()

@@ -69,9 +69,10 @@ def _less(table: Table, selections: Sequence[Selection], *, keep: bool) -> Table
     less = _without_names(table, {name for name in names if any(each.names((name,)) for each in of_names) != keep})
     known = less.names_of()
     return less.with_entries(
-        entry for entry in less.tensors()
+        entry
+        for entry in less.tensors()
         if any(each.states(entry.info.state) and each.names(known[entry.info.name]) for each in of_states) == keep
-    )  # fmt: skip
+    )
 
 
 def _check(selection: Selection, table: Table) -> None:

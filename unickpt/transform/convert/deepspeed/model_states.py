@@ -7,31 +7,28 @@ client state.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from unickpt import __version__
-from unickpt.base.errors import FormatError, NotACheckpointError
+from unickpt.base.errors import FormatError
 from unickpt.checkpoint.format.boxes import Box, split_flat_range
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, Writer, merge_groups
 from unickpt.checkpoint.state.optimizer_record import encoded
-from unickpt.transform.convert.deepspeed.files import MODEL, File, is_deepspeed, read_file
+from unickpt.transform.convert.deepspeed.files import File
 from unickpt.transform.convert.huggingface.files import configuration
 from unickpt.transform.convert.optimizers import class_of_states
-from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
+from unickpt.transform.convert.pickles.lazy_tensor import Located
 from unickpt.transform.convert.pickles.safe_pickle import Record
 from unickpt.transform.convert.pipeline import SourcePart
-from unickpt.transform.convert.readings import BoxOf, Reading, Regions
+from unickpt.transform.convert.readings import BoxOf, Reading
 from unickpt.transform.dialects.model_facts import Model
 from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE
 
-MODEL_FILE_WHOLE = re.compile(r"(?P<data>(?!))?mp_rank_(?P<model>\d+)_model_states\.pt")  # ZeRO 0 to 2
 # As in ds_unickpt/saving/capture.py: options of the implementation, and internal values of DeepSpeed.
 _NOT_HYPERPARAMETERS = frozenset(
     {"params", "foreach", "fused", "capturable", "differentiable", "name", "moe", "step", "_ds_source_param_group_id"}
@@ -43,36 +40,6 @@ OWN_KEYS = frozenset(
      "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
      "universal_checkpoint_info", "num_experts", "ds_autoep_layers", "autoep_layers"}
 )  # fmt: skip
-
-
-@dataclass
-class Parameters:
-    """The parameters of all files.
-
-    Attributes:
-        shapes: shapes by name.
-        dtypes: dtypes of the weights by name.
-        masters: positions of the masters by name, as boxes.
-    """
-
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
-    masters: dict[str, list[tuple[Box, Located]]] = field(default_factory=dict)
-
-    def info(self, name: str, state: str, dtype: str) -> TensorInfo:
-        """Return the description of one tensor of a parameter."""
-        kind = "parameter" if state in ("weight", "master") else "optimizer"
-        return TensorInfo(name, state, dtype, self.shapes[name], kind)
-
-
-def read_files(folder: Path, pattern: re.Pattern[str], files: OpenFiles, also: Sequence[str]) -> dict[tuple[int, int], File]:
-    """Read the files that match a pattern, by (model parallel rank, data parallel rank). Raises as ``read_file``."""
-    found = {}
-    for path in sorted(folder.iterdir()):
-        match = pattern.fullmatch(path.name)
-        if match:
-            found[int(match["model"]), int(match["data"] or 0)] = read_file(path, files, also)
-    return found
 
 
 class SourceBuilder:
@@ -192,100 +159,6 @@ class SourceBuilder:
         if isinstance(value, Record):
             self.left_out.append(f"{where.lstrip('.')}: an object of {value.kind}, which only its own code can read")
         return isinstance(value, Record)
-
-
-class ModelStates(SourceBuilder):
-    """Model states of a checkpoint whose module is complete on one rank, or partitioned by ZeRO 3.
-
-    A subclass adds the masters and calls ``weights``.
-
-    Attributes:
-        files: model state files, by (model parallel rank, data parallel rank).
-        model: the parameters.
-    """
-
-    def __init__(self, folder: Path, files: OpenFiles, also: Sequence[str], pattern: re.Pattern[str] = MODEL) -> None:
-        if not is_deepspeed(folder):
-            raise NotACheckpointError(f"{folder}: has no file mp_rank_*_model_states.pt")
-        self.files = read_files(folder, pattern, files, also)
-        super().__init__(folder, self.files[min(self.files)])
-        self.model = Parameters()
-
-    def topology(self, stage: int) -> dict[str, Any]:
-        """Return the topology of the job that wrote the checkpoint."""
-        return {
-            "world_size": self.number("dp_world_size") * max(self.number("mp_world_size"), 1),
-            "zero_stage": stage,
-            "weight_dtypes": sorted(set(self.model.dtypes.values())),
-        }
-
-    def aliases(self) -> dict[str, str]:
-        """Return the further names of tied parameters, mapped to the stored name."""
-        module = self.first.get("module", dict, {})
-        return tied_names(self.first, {name: found for name, found in module.items() if isinstance(found, Located)})
-
-    # ---------------------------------------------------------------- weights and buffers
-
-    def weights(self, aliases: Mapping[str, str], *, whole: bool) -> None:
-        """Add the weights and buffers of the module.
-
-        Args:
-            aliases: further names of tied parameters, which are skipped.
-            whole: the module has complete tensors. Under ZeRO 3 it has empty tensors, and parts of frozen parameters.
-        """
-        buffers = self.first.buffers()
-        for name, found in self.first.get("module", dict, {}).items():
-            if name in aliases:
-                continue
-            if not isinstance(found, Located):
-                self.left_out.append(f"{name}: extra state of a module, which only its own code can read")
-            elif name in buffers:
-                info = TensorInfo(name, "weight", found.dtype, found.shape, "buffer")
-                self.add(self.first.path, SourcePart.whole(info, found))
-            elif name in self.model.masters:
-                self._derived(name, found, whole=whole)
-            elif whole:
-                self.model.shapes[name], self.model.dtypes[name] = found.shape, found.dtype
-                self.add(
-                    self.first.path,
-                    SourcePart.whole(self.model.info(name, "weight", found.dtype), found),
-                )
-        if not whole:
-            self._frozen()
-
-    def _derived(self, name: str, found: Located, *, whole: bool) -> None:
-        """Add a weight that is derived from its master; fragments that differ from the cast are stored."""
-        self.model.dtypes[name] = found.dtype
-        shape, masters = self.model.shapes[name], self.model.masters[name]
-        info = TensorInfo(name, "weight", found.dtype, shape, "parameter", derived_from="master")
-        self.listed.append(info)
-        if not whole or not found.numel:
-            return
-        if found.shape != shape:
-            raise FormatError(f"{self.first.path}: {name} has shape {found.shape}, its master has shape {shape}")
-        master = Regions(masters[0][1].dtype, [(box, box_reader(box, located)) for box, located in masters])
-        self.add(self.first.path, replace(SourcePart.whole(info, found), unless=master.read))
-
-    def _frozen(self) -> None:
-        """Add the parts of frozen parameters of all ranks under ZeRO 3."""
-        world = len(self.files)
-        for rank, (_, file) in enumerate(sorted(self.files.items())):
-            shapes = file.get("frozen_param_shapes", dict, {})
-            for name, found in file.get("frozen_param_fragments", dict, {}).items():
-                shape, part = tuple(shapes.get(name, ())), require_tensor(file, found, name)
-                self.model.shapes[name], self.model.dtypes[name] = shape, part.dtype
-                info = self.model.info(name, "weight", part.dtype)
-                lo, hi = range_of_rank(info.numel, rank, world)
-                self.add_range(file, info, lo, part.flat().narrow(0, hi - lo))
-
-    def add_range(self, file: File, info: TensorInfo, lo: int, data: Located) -> None:
-        """Add the elements of a tensor from flat position ``lo`` on."""
-        if lo + data.numel > info.numel:
-            raise FormatError(f"{file.path}: {info.name} has {lo + data.numel:,} elements, expected {info.numel:,}")
-        for box, part in flat_range_boxes(info.shape, lo, lo + data.numel, data):
-            self.add(file.path, SourcePart(info, box, box_reader(box, part)))
-            if info.state == "master":
-                self.model.masters.setdefault(info.name, []).append((box, part))
 
 
 def tied_names(first: File, tensors: Mapping[str, Located]) -> dict[str, str]:

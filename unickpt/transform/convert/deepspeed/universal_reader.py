@@ -9,7 +9,9 @@ This reader takes them from the module, which has the original values.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +22,21 @@ from unickpt.checkpoint.format.manifest import OptimizerRecord
 from unickpt.checkpoint.load.checked_read import bytes_of
 from unickpt.transform.convert.deepspeed.files import MODEL, File, is_deepspeed, read_file
 from unickpt.transform.convert.deepspeed.model_states import (
-    MODEL_FILE_WHOLE,
-    ModelStates,
+    SourceBuilder,
     as_number,
-    read_files,
+    box_reader,
+    flat_range_boxes,
+    range_of_rank,
     require_tensor,
+    tied_names,
 )
 from unickpt.transform.convert.limits import bounded
 from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
 from unickpt.transform.convert.pickles.safe_pickle import load
 from unickpt.transform.convert.pipeline import Portion, Source, SourcePart
+from unickpt.transform.convert.readings import Regions
 
+MODEL_FILE_WHOLE = re.compile(r"(?P<data>(?!))?mp_rank_(?P<model>\d+)_model_states\.pt")  # ZeRO 0 to 2
 FOLDER, OPTIMIZER_FILE = "zero", "optimizer_state.pt"
 MASTER, STEP = "fp32", "step"
 PORTION_BYTES = 1 << 30  # size of a data file, unless a single tensor is larger
@@ -52,18 +58,55 @@ def deepspeed_universal(folder: Path, files: OpenFiles, *, also: Sequence[str] =
     return _UniversalReader(folder, files, also).source()
 
 
-class _UniversalReader(ModelStates):
-    """Builder of the source from the files of a universal checkpoint."""
+@dataclass
+class _Parameters:
+    """The parameters of all files.
+
+    Attributes:
+        shapes: shapes by name.
+        dtypes: dtypes of the weights by name.
+        masters: positions of the masters by name, as boxes.
+    """
+
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    masters: dict[str, list[tuple[Box, Located]]] = field(default_factory=dict)
+
+    def info(self, name: str, state: str, dtype: str) -> TensorInfo:
+        """Return the description of one tensor of a parameter."""
+        kind = "parameter" if state in ("weight", "master") else "optimizer"
+        return TensorInfo(name, state, dtype, self.shapes[name], kind)
+
+
+def _read_files(folder: Path, pattern: re.Pattern[str], files: OpenFiles, also: Sequence[str]) -> dict[tuple[int, int], File]:
+    """Read the files that match a pattern, by (model parallel rank, data parallel rank). Raises as ``read_file``."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        match = pattern.fullmatch(path.name)
+        if match:
+            found[int(match["model"]), int(match["data"] or 0)] = read_file(path, files, also)
+    return found
+
+
+class _UniversalReader(SourceBuilder):
+    """Builder of the source from the files of a universal checkpoint.
+
+    Attributes:
+        files: model state files, by (model parallel rank, data parallel rank).
+        model: the parameters.
+    """
 
     def __init__(self, folder: Path, files: OpenFiles, also: Sequence[str]) -> None:
         if not is_universal(folder):
             raise NotACheckpointError(f"{folder}: has no {FOLDER}/{OPTIMIZER_FILE} beside mp_rank_*_model_states.pt")
-        both = read_files(folder, MODEL_FILE_WHOLE, files, also)  # a folder can have both kinds, for jobs of any stage
-        super().__init__(folder, files, also, MODEL_FILE_WHOLE if both else MODEL)
+        whole = _read_files(folder, MODEL_FILE_WHOLE, files, also)  # a folder can have both kinds, for jobs of any stage
+        every = _read_files(folder, MODEL, files, also)
+        self.files = whole or every
+        super().__init__(folder, self.files[min(self.files)])
+        self.model = _Parameters()
         self._files, self._also = files, also
         self._optimizer = read_file(folder / FOLDER / OPTIMIZER_FILE, files, also)
-        others = read_files(folder, MODEL, files, also).values() if both else ()
-        for file in others:
+        for file in every.values() if whole else ():
             if file.get("global_steps", int, 0) != self.number("global_steps"):
                 raise FormatError(
                     f"{file.path}: has step {file.get('global_steps', int, 0)}, {self.first.path.name} has step "
@@ -74,7 +117,8 @@ class _UniversalReader(ModelStates):
         groups = self._groups()
         trained = [name for group in groups for name in group]
         stored = self._stored(trained)
-        aliases = self.aliases()
+        module = self.first.get("module", dict, {})
+        aliases = tied_names(self.first, {name: found for name, found in module.items() if isinstance(found, Located)})
         states = self._parameters(groups, stored)
         optimizer = self._optimizer_record(groups, states)
         portions = self._portions()
@@ -269,3 +313,74 @@ class _UniversalReader(ModelStates):
         config = self.first.get("ds_config", dict, {})
         on = [key for key in ("bf16", "bfloat16", "fp16") if isinstance(config.get(key), dict) and config[key].get("enabled")]
         return ("F16" if on[0] == "fp16" else "BF16") if on else "F32"
+
+    def topology(self, stage: int) -> dict[str, Any]:
+        """Return the topology of the job that wrote the checkpoint."""
+        return {
+            "world_size": self.number("dp_world_size") * max(self.number("mp_world_size"), 1),
+            "zero_stage": stage,
+            "weight_dtypes": sorted(set(self.model.dtypes.values())),
+        }
+
+    # ---------------------------------------------------------------- weights and buffers
+
+    def weights(self, aliases: Mapping[str, str], *, whole: bool) -> None:
+        """Add the weights and buffers of the module.
+
+        Args:
+            aliases: further names of tied parameters, which are skipped.
+            whole: the module has complete tensors. Under ZeRO 3 it has empty tensors, and parts of frozen parameters.
+        """
+        buffers = self.first.buffers()
+        for name, found in self.first.get("module", dict, {}).items():
+            if name in aliases:
+                continue
+            if not isinstance(found, Located):
+                self.left_out.append(f"{name}: extra state of a module, which only its own code can read")
+            elif name in buffers:
+                info = TensorInfo(name, "weight", found.dtype, found.shape, "buffer")
+                self.add(self.first.path, SourcePart.whole(info, found))
+            elif name in self.model.masters:
+                self._derived(name, found, whole=whole)
+            elif whole:
+                self.model.shapes[name], self.model.dtypes[name] = found.shape, found.dtype
+                self.add(
+                    self.first.path,
+                    SourcePart.whole(self.model.info(name, "weight", found.dtype), found),
+                )
+        if not whole:
+            self._frozen()
+
+    def _derived(self, name: str, found: Located, *, whole: bool) -> None:
+        """Add a weight that is derived from its master; fragments that differ from the cast are stored."""
+        self.model.dtypes[name] = found.dtype
+        shape, masters = self.model.shapes[name], self.model.masters[name]
+        info = TensorInfo(name, "weight", found.dtype, shape, "parameter", derived_from="master")
+        self.listed.append(info)
+        if not whole or not found.numel:
+            return
+        if found.shape != shape:
+            raise FormatError(f"{self.first.path}: {name} has shape {found.shape}, its master has shape {shape}")
+        master = Regions(masters[0][1].dtype, [(box, box_reader(box, located)) for box, located in masters])
+        self.add(self.first.path, replace(SourcePart.whole(info, found), unless=master.read))
+
+    def _frozen(self) -> None:
+        """Add the parts of frozen parameters of all ranks under ZeRO 3."""
+        world = len(self.files)
+        for rank, (_, file) in enumerate(sorted(self.files.items())):
+            shapes = file.get("frozen_param_shapes", dict, {})
+            for name, found in file.get("frozen_param_fragments", dict, {}).items():
+                shape, part = tuple(shapes.get(name, ())), require_tensor(file, found, name)
+                self.model.shapes[name], self.model.dtypes[name] = shape, part.dtype
+                info = self.model.info(name, "weight", part.dtype)
+                lo, hi = range_of_rank(info.numel, rank, world)
+                self.add_range(file, info, lo, part.flat().narrow(0, hi - lo))
+
+    def add_range(self, file: File, info: TensorInfo, lo: int, data: Located) -> None:
+        """Add the elements of a tensor from flat position ``lo`` on."""
+        if lo + data.numel > info.numel:
+            raise FormatError(f"{file.path}: {info.name} has {lo + data.numel:,} elements, expected {info.numel:,}")
+        for box, part in flat_range_boxes(info.shape, lo, lo + data.numel, data):
+            self.add(file.path, SourcePart(info, box, box_reader(box, part)))
+            if info.state == "master":
+                self.model.masters.setdefault(info.name, []).append((box, part))

@@ -76,9 +76,7 @@ def size_bytes(checkpoint: Checkpoint) -> int:
     return _trained(checkpoint).size_bytes
 
 
-def export(
-    checkpoint: Checkpoint, folder: Path, *, tag: str = "", verify: str = "off", progress: OnBytes = lambda _: None
-) -> Exported:
+def export(checkpoint: Checkpoint, folder: Path, *, tag: str = "", progress: OnBytes = lambda _: None) -> Exported:
     """Write a universal checkpoint.
 
     One state of one parameter is in memory at a time, because a file contains it as a whole. Frozen parameters and buffers
@@ -88,7 +86,6 @@ def export(
         checkpoint: checkpoint with an optimizer, under the names of the module (``as_huggingface``).
         folder: directory for ``load_checkpoint``. The tag and the pointer file are written to it.
         tag: name of the tag; default ``global_step<step>_universal``.
-        verify: checksums to check: ``always``, ``sampled`` or ``off``.
         progress: called with the number of bytes written.
 
     Raises:
@@ -108,9 +105,9 @@ def export(
     with filled(target, folder / UNIVERSAL_LATEST, tag) as fresh:
         (fresh / FOLDER).mkdir()
         for name, held in trained.tensors.items():
-            _write_parameter(checkpoint, fresh / FOLDER / name, held, _step(checkpoint, trained), verify, progress)
+            _write_parameter(checkpoint, fresh / FOLDER / name, held, _step(checkpoint, trained), progress)
         torch.save(_optimizer_state(checkpoint, trained, notes), fresh / FOLDER / OPTIMIZER_FILE)
-        _write_models(checkpoint, fresh, common, trained, verify)
+        _write_models(checkpoint, fresh, common, trained)
     return Exported(target, len(trained.tensors), trained.size_bytes, notes=tuple(notes))
 
 
@@ -155,9 +152,12 @@ def _trained(checkpoint: Checkpoint) -> _Trained:
                 )
         tensors[name] = {MASTER: master, **held}
     step = step_of_all(
-        record, tensors, str(where), needs="ZeRO's universal loading needs",
+        record,
+        tensors,
+        str(where),
+        needs="ZeRO's universal loading needs",
         single="ZeRO has a single step for all parameters of a flat group",
-    )  # fmt: skip
+    )
     return _Trained([(decoded(group, where="optimizer"), group.parameters) for group in groups], tensors, step)
 
 
@@ -173,7 +173,7 @@ def _step(checkpoint: Checkpoint, trained: _Trained) -> Any:
 
 
 def _write_parameter(
-    checkpoint: Checkpoint, folder: Path, held: Mapping[str, TensorInfo], step: Any, verify: str, progress: OnBytes
+    checkpoint: Checkpoint, folder: Path, held: Mapping[str, TensorInfo], step: Any, progress: OnBytes
 ) -> None:
     """Write the files of a parameter. DeepSpeed loads every file in its folder as a state."""
     folder.mkdir()
@@ -182,17 +182,17 @@ def _write_parameter(
         dtype = torch.float32 if state == MASTER else torch_dtype(info.dtype)
         data = torch.empty(info.numel, dtype=dtype)
         at = 0
-        for block in _blocks(checkpoint, info, verify):
+        for block in _blocks(checkpoint, info):
             data[at : at + block.numel()] = block
             at += block.numel()
             progress(block.numel() * block.element_size())
         torch.save({"cat_dim": 0, "param": data.view(info.shape)}, folder / f"{state}.pt")
 
 
-def _blocks(checkpoint: Checkpoint, info: TensorInfo, verify: str) -> Iterator[torch.Tensor]:
+def _blocks(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[torch.Tensor]:
     """Yield all elements of a tensor in row-major order, block by block."""
     for box in cut(Box.whole(info.shape), BLOCK_ELEMENTS) if info.numel else ():
-        yield checkpoint.read_box(info, box, verify=verify)
+        yield checkpoint.read_box(info, box, verify="off")
 
 
 def _optimizer_state(checkpoint: Checkpoint, trained: _Trained, notes: list[str]) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def _optimizer_state(checkpoint: Checkpoint, trained: _Trained, notes: list[str]
     }
 
 
-def _write_models(checkpoint: Checkpoint, folder: Path, common: dict[str, Any], trained: _Trained, verify: str) -> None:
+def _write_models(checkpoint: Checkpoint, folder: Path, common: dict[str, Any], trained: _Trained) -> None:
     """Write the model states for ZeRO 1 and 2 and for ZeRO 3. Trained parameters are empty tensors."""
     weights = {info.name: info for info in checkpoint.index.tensors if info.state == "weight" and info.kind != "object"}
     module: dict[str, torch.Tensor] = {
@@ -239,21 +239,21 @@ def _write_models(checkpoint: Checkpoint, folder: Path, common: dict[str, Any], 
     empty = {info.name: torch.empty(0, dtype=torch_dtype(info.dtype)) for info in others if info.kind == "parameter"}
     torch.save({**common, "module": {**module, **empty}, "frozen_param_shapes": None}, folder / MODEL_FILE_ZERO3)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        kept = _on_disk(checkpoint, others, Path(scratch) / "tensors", verify)
+        kept = _on_disk(checkpoint, others, Path(scratch) / "tensors")
         frozen = {info.name: kept[info.name] for info in others if info.kind == "parameter"}
         shapes = {name: found.shape for name, found in frozen.items()}
         rest = {"frozen_param_shapes": shapes, "frozen_param_fragments": frozen}
         torch.save({**common, "module": {**module, **kept}, **rest}, folder / MODEL_FILE)
 
 
-def _on_disk(checkpoint: Checkpoint, infos: Sequence[TensorInfo], path: Path, verify: str) -> dict[str, torch.Tensor]:
+def _on_disk(checkpoint: Checkpoint, infos: Sequence[TensorInfo], path: Path) -> dict[str, torch.Tensor]:
     """Write tensors to a file and return them memory-mapped."""
     places: dict[str, int] = {}
     with path.open("wb") as file:
         for info in infos:
             file.write(bytes(-file.tell() % _ALIGNMENT))
             places[info.name] = file.tell()
-            for block in _blocks(checkpoint, info, verify):
+            for block in _blocks(checkpoint, info):
                 file.write(bytes_of(block))
     found = {}
     for info in infos:

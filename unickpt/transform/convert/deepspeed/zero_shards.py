@@ -93,7 +93,7 @@ class ShardCollector(SourceBuilder):
             name: weight.data.shape
             for name, weight in rank.weights.items()
             if name not in self.tied and (stage < 3 or name in buffers)
-        }  # fmt: skip
+        }
         for group in rank.first.group_shapes():
             found |= {name: shape for name, shape in group.items() if EXPERTS not in name}
         for file in rank.models.values():

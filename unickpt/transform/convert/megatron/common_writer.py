@@ -302,9 +302,12 @@ def _standard(where: str, record: OptimizerRecord, trained: Mapping[str, Sequenc
 def _step(where: str, record: OptimizerRecord, trained: Mapping[str, Any]) -> int | float:
     """Return the step of all parameters; Megatron stores a single one. Raises MismatchError."""
     step = step_of_all(
-        record, trained, where, needs="Megatron needs to load its states",
+        record,
+        trained,
+        where,
+        needs="Megatron needs to load its states",
         single="torch_dist has a single step. Load the checkpoint in Megatron with --ckpt-format unickpt",
-    )  # fmt: skip
+    )
     return int(step) if step.is_integer() else step
 
 

@@ -89,7 +89,6 @@ def export(
     *,
     separate_experts: bool | None = None,
     shard_bytes: int = 5 << 30,
-    verify: str = "off",
     progress: OnBytes = lambda _: None,
 ) -> Exported:
     """Write a folder that Megatron's ``--load`` accepts with ``--ckpt-format torch_dist``.
@@ -101,7 +100,6 @@ def export(
         folder: output directory. It must not contain the iteration. Its tracker file is set to this iteration.
         separate_experts: as in ``common_of``.
         shard_bytes: maximum size of a file, unless a single block is larger.
-        verify: checksums to check: ``always``, ``sampled`` or ``off``.
         progress: called with the number of bytes written.
 
     Raises:
@@ -120,7 +118,7 @@ def export(
         with DcpWriter(fresh, shard_bytes) as out:
             count = size = 0
             for of, held in tensors.items():
-                written = _write(out, checkpoint, of, held, bool(trained), verify, progress)
+                written = _write(out, checkpoint, of, held, bool(trained), progress)
                 count, size = count + len(written), size + sum(info.size_bytes for info in written)
             for key, value in _objects(checkpoint, notes.append):
                 out.object(
@@ -180,7 +178,6 @@ def _write(
     name: str,
     held: Mapping[str, TensorInfo],
     trained: bool,
-    verify: str,
     progress: OnBytes,
 ) -> list[TensorInfo]:
     """Write weight, master and states of a parameter, and equal tensors only once. Return the written tensors."""
@@ -195,7 +192,7 @@ def _write(
         is_trained = master is not None or bool(held.keys() - {WEIGHT})
         states[WEIGHT] = either[0], (*keys_of(name, WEIGHT), *(keys_of(name, MASTER) if is_trained and trained else ()))
     for info, (key, *others) in states.values():
-        write_tensor(out, (key,), checkpoint, info, verify=verify, progress=progress)
+        write_tensor(out, (key,), checkpoint, info, progress)
         for other in others:
             out.alias((other,), key)
     return [info for info, _ in states.values()]

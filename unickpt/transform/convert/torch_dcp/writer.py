@@ -30,7 +30,6 @@ def export_dcp(
     folder: Path,
     *,
     shard_bytes: int = 5 << 30,
-    verify: str = "off",
     progress: Callable[[int], None] = lambda _: None,
 ) -> Exported:
     """Write a folder that ``torch.distributed.checkpoint.load`` reads, with weights, masters and states.
@@ -39,7 +38,6 @@ def export_dcp(
         checkpoint: checkpoint of any framework. Names do not change.
         folder: output directory. It must not contain a DCP checkpoint.
         shard_bytes: maximum size of a file, unless a single block is larger.
-        verify: checksums to check: ``always``, ``sampled`` or ``off``.
         progress: called with the number of bytes written.
 
     Raises:
@@ -55,7 +53,7 @@ def export_dcp(
         raise MismatchError(f"{checkpoint.storage}: has no weights")
     with DcpWriter(folder, shard_bytes) as out:
         for info in infos:
-            write_tensor(out, path_of(info), checkpoint, info, verify=verify, progress=progress)
+            write_tensor(out, path_of(info), checkpoint, info, progress)
         for path, value in _of_optimizer(checkpoint, infos):
             if isinstance(value, torch.Tensor):
                 out.tensor(path, (), Box((), ()), value)
