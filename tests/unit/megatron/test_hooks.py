@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from importlib import import_module
+from types import FunctionType
+
 import pytest
 
 pytest.importorskip("megatron.core")
@@ -21,6 +25,14 @@ def test_every_hook_has_fingerprints_and_a_reason_of_its_own() -> None:
     reasons = [hook.why for hook in declared]
     assert len(set(reasons)) == len(reasons), sorted(reason for reason in reasons if reasons.count(reason) > 1)
     assert {hook.name for hook in declared} == set(FINGERPRINTS)
+
+
+def test_the_functions_that_hooks_import_at_their_first_call_exist() -> None:
+    wrappers = [hook.wrapper for hook in DECLARED if isinstance(hook.wrapper, FunctionType)]
+    named = [inspect.getclosurevars(wrapper).nonlocals for wrapper in wrappers]
+    late = {(each["module"], each["name"]) for each in named if {"module", "name"} <= each.keys()}
+    assert ("pretraining.scripts", "save_checkpoint") in late
+    assert all(callable(getattr(import_module(f"megatron_unickpt.{module}"), name)) for module, name in late)
 
 
 @pytest.mark.parametrize(("strict", "state"), [(True, "refused"), (False, "installed")])
