@@ -122,6 +122,7 @@ def differences(model: Any, optimizer: Any, folder: Path, step: int) -> list[str
     from megatron_unickpt.edge import RUNTIME
     from megatron_unickpt.pretraining.memory import tier_of
     from megatron_unickpt.testing import truth
+    from tests.jobs.megatron.compared import differences
     from unickpt.checkpoint.load.checkpoint import Checkpoint
 
     job = SimpleNamespace(modules=unwrap_model(model), optimizer=optimizer, layout=SimpleNamespace(optimizer="dist"))
@@ -136,7 +137,7 @@ def differences(model: Any, optimizer: Any, folder: Path, step: int) -> list[str
         if checkpoint.info(name, state) is not None
     }
     missing = [f"{key}: not in the checkpoint" for key in found if key not in expected]
-    return missing + truth.differences(expected, {key: found[key] for key in expected})
+    return missing + differences(expected, {key: found[key] for key in expected})
 
 
 if __name__ == "__main__":

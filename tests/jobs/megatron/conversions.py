@@ -25,7 +25,8 @@ import megatron_unickpt
 from megatron_unickpt.edge import RUNTIME
 from unickpt.testing.launch import leave
 from megatron_unickpt.testing.layouts import Layout
-from megatron_unickpt.testing.truth import consolidated, differences, in_a_group
+from megatron_unickpt.testing.truth import consolidated
+from tests.jobs.megatron.compared import differences, in_a_group
 from tests.support.turns import in_turn
 from unickpt.cli.main import main as unickpt
 

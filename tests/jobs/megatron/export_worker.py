@@ -24,7 +24,8 @@ from megatron.core import dist_checkpointing, parallel_state
 from unickpt.base import autoload, hooks
 from unickpt.testing.launch import leave
 from megatron_unickpt.testing.layouts import Layout
-from megatron_unickpt.testing.truth import Truth, close, consolidated, differences
+from megatron_unickpt.testing.truth import Truth, close, consolidated
+from tests.jobs.megatron.compared import differences
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 ITERATION = f"iter_{STEPS_BEFORE:07d}"

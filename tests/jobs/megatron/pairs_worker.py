@@ -24,7 +24,8 @@ from megatron_unickpt.edge import RUNTIME
 from unickpt.testing.launch import leave
 
 from megatron_unickpt.testing.layouts import Layout
-from megatron_unickpt.testing.truth import consolidated, differences, in_a_group
+from megatron_unickpt.testing.truth import consolidated
+from tests.jobs.megatron.compared import differences, in_a_group
 from tests.jobs.megatron.layout_pairs import worlds
 from tests.jobs.megatron.moved import moved_losses
 from tests.jobs.pairs import Pairs

@@ -257,7 +257,7 @@ CELLS_OF_A_PROCESS = 8
 def work(folder: Path, names: list[str]) -> None:
     """Run cells under torchrun, each few in processes of their own."""
     import_module("megatron_unickpt.testing.jobs")  # before anything of megatron
-    from megatron_unickpt.testing.truth import in_a_group
+    from tests.jobs.megatron.compared import in_a_group
     from tests.support.turns import in_turn
     from unickpt.testing.launch import leave
 

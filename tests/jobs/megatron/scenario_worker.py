@@ -21,7 +21,7 @@ def main() -> None:
         import_module(f"tests.jobs.megatron.{module}")
 
     from unickpt.testing.launch import leave
-    from megatron_unickpt.testing.truth import in_a_group
+    from tests.jobs.megatron.compared import in_a_group
     from tests.support.scenarios import arguments, run
     from tests.support.turns import in_turn
 

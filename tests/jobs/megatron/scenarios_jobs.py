@@ -25,7 +25,8 @@ from megatron_unickpt.edge import RUNTIME
 from megatron_unickpt.held_state.optimizer import METADATA
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
-from megatron_unickpt.testing.truth import consolidated, differences, optimizers_take_metadata
+from megatron_unickpt.testing.truth import consolidated, optimizers_take_metadata
+from tests.jobs.megatron.compared import differences
 from tests.jobs.megatron.moved import moved_losses
 from tests.jobs.megatron.scenarios import scenario
 from tests.jobs.megatron.sharded_state import made, strategy

@@ -29,7 +29,8 @@ from megatron_unickpt.framework import marks
 from megatron_unickpt.edge import RUNTIME
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
-from megatron_unickpt.testing.truth import consolidated, differences
+from megatron_unickpt.testing.truth import consolidated
+from tests.jobs.megatron.compared import differences
 from tests.jobs.megatron.scenarios import scenario
 from tests.jobs.megatron.sharded_state import halves, made, shards_begin_anywhere, strategy
 from unickpt.base.errors import ConfigError

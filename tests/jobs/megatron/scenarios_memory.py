@@ -12,7 +12,8 @@ from megatron_unickpt import api
 from megatron_unickpt.edge import RUNTIME
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
-from megatron_unickpt.testing.truth import consolidated, differences
+from megatron_unickpt.testing.truth import consolidated
+from tests.jobs.megatron.compared import differences
 from tests.jobs.megatron.scenarios import scenario
 from unickpt.base.options.job import MemoryOptions
 from unickpt.checkpoint.save import shutdown

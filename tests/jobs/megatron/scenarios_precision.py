@@ -15,7 +15,8 @@ import megatron_unickpt
 from megatron_unickpt.measuring import precision
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
-from megatron_unickpt.testing.truth import consolidated, differences
+from megatron_unickpt.testing.truth import consolidated
+from tests.jobs.megatron.compared import differences
 from megatron_unickpt.framework.versions import version
 from tests.jobs.megatron.scenarios import scenario
 from unickpt.base import hooks
