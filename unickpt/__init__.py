@@ -16,10 +16,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from unickpt.api.conversion import Export, convert_checkpoint, export_checkpoint
     from unickpt.api.growth import GrownModel, grow_checkpoint, upcycle_checkpoint
-    from unickpt.api.phases import phase
     from unickpt.api.planning import plan_bits
     from unickpt.api.state import LocalShard
-    from unickpt.api.timing import time_collectives
+    from unickpt.api.timing import phase, time_collectives
     from unickpt.api.training import Loaded, latest_checkpoint, load_checkpoint, save_checkpoint
     from unickpt.base.errors import (
         ConfigError,
@@ -53,10 +52,9 @@ if TYPE_CHECKING:
 _MODULES = {
     "unickpt.api.conversion": ("Export", "convert_checkpoint", "export_checkpoint"),
     "unickpt.api.growth": ("GrownModel", "grow_checkpoint", "upcycle_checkpoint"),
-    "unickpt.api.phases": ("phase",),
     "unickpt.api.planning": ("plan_bits",),
     "unickpt.api.state": ("LocalShard",),
-    "unickpt.api.timing": ("time_collectives",),
+    "unickpt.api.timing": ("phase", "time_collectives"),
     "unickpt.api.training": ("Loaded", "latest_checkpoint", "load_checkpoint", "save_checkpoint"),
     "unickpt.transform.convert.pipeline": ("Converted",),
     "unickpt.training.data.global_order": ("DataPosition", "GlobalOrderSampler"),

@@ -1,11 +1,44 @@
-"""Timing and diagnosis of a job without DeepSpeed and Megatron."""
+"""What a program tells the diagnosis by itself: its phases, and the steps of a loop without DeepSpeed and Megatron."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
+from unickpt.base.errors import ConfigError
 from unickpt.base.options.job import TimingOptions
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Tell the diagnosis what this rank does inside the ``with`` block, so that it names no rank for which others may wait.
+
+    Without timing it does nothing.
+
+    Args:
+        name: ``evaluate`` (metrics, generation, everything that only some ranks do), ``checkpoint`` (the program writes files
+            of its own) or ``data``.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        ConfigError: another name.
+
+    Example:
+        >>> with unickpt.phase("evaluate"):
+        ...     score = metric.compute()  # on rank 0 alone
+    """
+    from unickpt.diagnosis import session
+    from unickpt.diagnosis.recording.records import Phase
+
+    phases = {"evaluate": Phase.EVALUATION, "checkpoint": Phase.CHECKPOINT, "data": Phase.DATA}
+    if name not in phases:
+        raise ConfigError(f"phase {name!r} is unknown; expected one of {', '.join(phases)}")
+    with session.in_phase(phases[name]):
+        yield
 
 
 def time_collectives(options: TimingOptions | None = None) -> bool:
