@@ -377,6 +377,8 @@ class _Settings(dict):  # type: ignore[type-arg]
 
 @dataclasses.dataclass(init=False)
 class _Call(functools.partial):  # type: ignore[type-arg]
+    """Has a docstring, because Python 3.10 cannot write one: it finds no signature."""
+
     lr: float = 0.1
 
 
