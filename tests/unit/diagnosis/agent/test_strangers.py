@@ -107,6 +107,7 @@ def test_a_client_that_drips_is_ended(served: tuple[Collector, str, int, list[st
                 client.send(b"x")
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_errors_of_connections_are_no_tracebacks(
     served: tuple[Collector, str, int, list[str]], capfd: pytest.CaptureFixture[str]
 ) -> None:
