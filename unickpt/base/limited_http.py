@@ -1,4 +1,4 @@
-"""HTTP server with limits: clients without the secret cannot exhaust it.
+"""HTTP with limits: a server that clients without the secret cannot exhaust, and single requests in limited time.
 
 A connection that has not shown the secret has little time and memory, and gives way to newer ones. Errors are logged at most
 once a minute, because the agent's standard error is the training log.
@@ -6,14 +6,16 @@ once a minute, because the agent's standard error is the training log.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase
-from socket import SHUT_RDWR, socket
+from socket import AF_INET, AF_INET6, SHUT_RDWR, create_server, socket
 from typing import Any
 
 _EVERY_S = 60.0
@@ -158,6 +160,49 @@ class LimitedServer(ThreadingHTTPServer):
             entry = self._open.get(id(request))
         if entry is None or not entry[1].cut:
             self._refuse(f"{type(err).__name__}: {err}, from {client_address[0]}")
+
+
+def listening_at(address: str, port: int) -> socket:
+    """Return a listening socket at an address of IPv4 or IPv6.
+
+    Raises:
+        OSError, ValueError, OverflowError: the port cannot be opened.
+    """
+    return create_server((address, port), family=AF_INET6 if ":" in address else AF_INET)
+
+
+def exchange(
+    connection: HTTPConnection, method: str, path: str, body: bytes | None, headers: Mapping[str, str], most_bytes: int,
+    within_s: float,
+) -> tuple[int, bytes]:  # fmt: skip
+    """Make one request, and return the status and at most ``most_bytes`` of the body. Redirects and proxies are not used.
+
+    Args:
+        connection: to the server, not yet open. It is closed.
+        method, path, body, headers: the request.
+        most_bytes: limit of the answer.
+        within_s: time limit of the whole exchange. Those of the socket apply to single reads only.
+
+    Raises:
+        OSError: the server cannot be reached, or does not answer in time.
+        HTTPException: what answers is no web server.
+    """
+    with contextlib.closing(connection):
+        connection.connect()
+        clock = threading.Timer(within_s, _end, [connection.sock])
+        clock.daemon = True
+        clock.start()
+        try:
+            connection.request(method, path, body, headers)
+            with connection.getresponse() as answer:
+                return answer.status, answer.read(most_bytes)
+        finally:
+            clock.cancel()
+
+
+def _end(line: socket) -> None:
+    with contextlib.suppress(OSError):
+        line.shutdown(SHUT_RDWR)
 
 
 class _Head:

@@ -109,10 +109,25 @@ def _is_there(pid: int) -> bool:
 def stat_of(pid: int) -> tuple[str, int] | None:
     """Return state letter and start of a process (``proc(5)``); None if it does not exist."""
     try:
-        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()  # the name before it may contain anything
+        fields = stat_fields(pid)
         return fields[0], int(fields[_FIELD_START])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def stat_fields(pid: int) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` after the name, which may contain anything. Raises OSError."""
+    return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the living children of a process, as far as this user may see them."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in (_PROC / str(pid) / "task").iterdir():
+            with contextlib.suppress(OSError):
+                found += [int(child) for child in (task / "children").read_text().split()]
+    return found
 
 
 def boot_id() -> str:

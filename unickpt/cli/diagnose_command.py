@@ -22,8 +22,7 @@ from unickpt.diagnosis.host.exit_file import read_exits
 from unickpt.diagnosis.recording.ring_folder import has_living, own_jobs, read_folder
 from unickpt.diagnosis.reports.host_folders import placed
 from unickpt.diagnosis.reports.verdict_line import clock_time
-from unickpt.diagnosis.reports.verdict_text import render_all
-from unickpt.diagnosis.reports.wait_text import render_waits
+from unickpt.diagnosis.reports.verdict_text import as_json, render_all, render_waits
 from unickpt.diagnosis.snapshot.clocks import on_one_clock
 from unickpt.diagnosis.snapshot.snapshot import KEPT_STEPS, Snapshot, take_snapshot
 
@@ -110,9 +109,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
     texts = render_all(verdicts, snapshot)
     before = _told_before(folders, verdicts)
     if args.json:
-        as_json = [{**verdict.as_json(), **text.as_json()} for verdict, text in zip(verdicts, texts, strict=True)]
-        document = {"schema": JSON_SCHEMA, "ranks": len(snapshot.ranks), "deadline_s": found.deadline_s, "verdicts": as_json}
-        out.json({**document, "told_before": before, "problems": snapshot.problems})
+        out.json(
+            {
+                "schema": JSON_SCHEMA, "ranks": len(snapshot.ranks), "deadline_s": found.deadline_s,
+                "verdicts": as_json(verdicts, texts), "told_before": before, "problems": snapshot.problems,
+            }
+        )  # fmt: skip
     else:
         for problem in snapshot.problems:
             out.line(problem, style="yellow")

@@ -11,9 +11,8 @@ from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.ring_folders import add_deadline
 from unickpt.diagnosis.reports.host_folders import read_hosts
-from unickpt.diagnosis.reports.html_report import write_report
+from unickpt.diagnosis.reports.html_report import contents, memory_section, write_report
 from unickpt.diagnosis.reports.job_records import gather_records
-from unickpt.diagnosis.reports.memory_tier import memory_section
 from unickpt.planning.replay.price import analyse
 from unickpt.planning.replay.sources import trace_of_records
 from unickpt.steering.publishing.chronicle import is_history, read_history
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
             prices = analyse(trace_of_records(view, clock_error_ns=hosts.clock_error_ns)).for_report()
         except FormatError as err:
             problems.append(f"no prices: {err}")
-    write_report(view, verdicts, args.output, None if times is None else as_json(times), section, prices)
+    write_report(contents(view, verdicts, None if times is None else as_json(times), section, prices), args.output)
     for problem in [*view.unreadable, *problems]:
         out.line(problem, style="yellow")
     for _, text in verdicts:

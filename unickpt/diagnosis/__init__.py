@@ -1,16 +1,4 @@
-"""Collective timing and diagnosis: find the rank or the link that a job waits for.
-
-Each room imports only the rooms above it in this list:
-
-    host        processes, stacks and TCP counters of this host, as the kernel reports them
-    options     user options of timing
-    recording   hooks that record collectives into a ring in shared memory
-    snapshot    state of the ranks of a host or a job at one time
-    detectors   pure functions from a snapshot to verdicts
-    reports     verdicts as text, HTML report, Perfetto trace, metrics
-    agent       process on each host that takes snapshots, combines them, and writes verdicts to the log
-    session     timing of one training process
-"""
+"""Collective timing and diagnosis: find the rank or the link that a job waits for."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ from unickpt.base.round_folder import RUN_ID, folder_of_round
 from unickpt.diagnosis.agent import launch
 from unickpt.diagnosis.host import stack_dumps
 from unickpt.diagnosis.layer_costs.measured import SUFFIX as LAYERS
-from unickpt.diagnosis.recording import evaluation
 from unickpt.diagnosis.recording.device_events import CudaEvents, EventSource
 from unickpt.diagnosis.recording.launched import arrives_first, this_host, write_launch
 from unickpt.diagnosis.recording.layer_times import LayerTimes, TimedLayer
 from unickpt.diagnosis.recording.phases import PhaseHooks, outside
+from unickpt.diagnosis.recording.phases import watch_evaluation as watch_model
 from unickpt.diagnosis.recording.process_group_hooks import ProcessGroupHooks
 from unickpt.diagnosis.recording.recorder import CallRecorder
 from unickpt.diagnosis.recording.records import Phase
@@ -249,7 +249,7 @@ class ProcessTiming:
         if self._session is None or model in self._session.watched:
             return
         try:
-            self._session.watched[model] = evaluation.watch(model, self._session.phases.evaluates)
+            self._session.watched[model] = watch_model(model, self._session.phases.evaluates)
         except Exception as err:
             logger.warning("unickpt: evaluations are not seen, training is not affected (%s: %s)", type(err).__name__, err)
 

@@ -8,8 +8,8 @@ import io
 import torch
 from torch import nn
 
-from unickpt.diagnosis.recording.evaluation import watch
 from unickpt.diagnosis.recording.phases import outside
+from unickpt.diagnosis.recording.phases import watch_evaluation as watch
 from unickpt.diagnosis.recording.records import Phase
 
 

@@ -7,21 +7,11 @@ import contextlib
 import sys
 import threading
 from pathlib import Path
-from socket import AF_INET, AF_INET6, create_server, socket
+from socket import socket
 
-from unickpt.base.logs import printable
 from unickpt.diagnosis.agent.launch import LONGEST_ADDRESS
-from unickpt.diagnosis.agent.loop import PREFIX, watch
-from unickpt.diagnosis.agent.server import Collector, secret_of, serve
-
-
-def tell(line: str) -> None:
-    """Write a line to the training log, which is the standard error of this process."""
-    print(printable(line), file=sys.stderr, flush=True)
-
-
-def _notice(text: str) -> None:
-    tell(f"{PREFIX}{text}")
+from unickpt.diagnosis.agent.loop import notice, tell, watch
+from unickpt.diagnosis.agent.server import Collector, answer_prometheus, secret_of, serve
 
 
 class Pipe:
@@ -55,22 +45,12 @@ def main() -> None:
         collector, secret = Collector(), secret_of(pipe.read())
         if not secret:  # training has ended, or sent no secret
             return
-        serve(collector, socket(fileno=args.listen), secret, tell=_notice)
+        current = collector, secret
+        serve(lambda: current, socket(fileno=args.listen), tell=notice)
         if args.metrics_port:
-            _answer_prometheus(collector, args.metrics_address, args.metrics_port, secret)
+            answer_prometheus(lambda: current, args.metrics_address, args.metrics_port, notice)
     with contextlib.suppress(KeyboardInterrupt):
         watch(args.folder, tell, collector=collector, address=pipe.address, gives_way=True)
-
-
-def _answer_prometheus(collector: Collector, address: str, port: int, secret: str) -> bool:
-    """Serve ``/metrics`` without the secret; return whether the port could be opened."""
-    try:
-        listener = create_server((address, port), family=AF_INET6 if ":" in address else AF_INET)
-    except (OSError, ValueError, OverflowError) as err:
-        tell(f"{PREFIX}Prometheus is not answered on {address} port {port}: {err}")
-        return False
-    serve(collector, listener, secret, open_metrics=True, tell=_notice)
-    return True
 
 
 if __name__ == "__main__":

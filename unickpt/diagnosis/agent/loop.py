@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -23,7 +23,6 @@ from unickpt.base.memory_status import read_status
 from unickpt.base.private_files import append, read_text, replacing
 from unickpt.base.process_identity import boot_id
 from unickpt.diagnosis.agent import server
-from unickpt.diagnosis.agent.cpu_starvation import CpuWaitSampler
 from unickpt.diagnosis.agent.layer_prior import LayerPrior
 from unickpt.diagnosis.agent.server import AgentReply, Collector
 from unickpt.diagnosis.detectors.examine import Examination, examine
@@ -35,7 +34,7 @@ from unickpt.diagnosis.host import stack_dumps
 from unickpt.diagnosis.host.exit_file import append_exits
 from unickpt.diagnosis.host.movement import ProcessSample, Traffic, same_place_s, sample, still_s
 from unickpt.diagnosis.host.process_exits import ExitWatcher, ProcessExit
-from unickpt.diagnosis.host.process_state import State
+from unickpt.diagnosis.host.process_state import CpuWaitSampler, State
 from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.host.tcp_counters import connections_of
 from unickpt.diagnosis.layer_costs.store import default_store
@@ -51,10 +50,7 @@ EVERY_S = 1.0
 PREFIX = "unickpt: "  # of lines for a person
 RECORDS, FEWEST = 16_384, 2048  # newest records of every rank that are read: most, fewest
 _ALL_LOOKS = 10  # every tenth look reads RECORDS: a step may take longer than a look
-VERDICTS, STARTED = (
-    "verdicts.jsonl",
-    "started",
-)  # in the folder of the rings: written verdicts; process number of the newest agent, by host
+VERDICTS, STARTED = "verdicts.jsonl", "started"  # beside the rings: verdicts; process number of the newest agent, by host
 _WITHOUT_RANKS_S = 60.0  # wait for the first ring
 _AGAIN_S = 60.0  # a lasting verdict is written again
 # Steps before a slow rank or link is reported. Links take longer: a late rank is known by then.
@@ -69,6 +65,16 @@ _LINGER_S = 30.0  # time that the server outlives its own ranks while other host
 
 Tell = Callable[[str], None]
 Address = Callable[[], str]
+
+
+def tell(line: str) -> None:
+    """Write a line to the training log, which is the standard error of an agent."""
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def notice(text: str) -> None:
+    """Write a line for a person to the training log."""
+    tell(f"{PREFIX}{text}")
 
 
 def watch(
@@ -90,29 +96,25 @@ def watch(
         every_s: seconds between two looks.
         gives_way: whether to end when another such agent starts. A job that restarts in the same folder has its own agent.
     """
-    agent, exits = Agent(folder, tell, collector, address), ExitWatcher()
+    agent, rings = Agent(folder, tell, collector, address), RingLooks(folder)
     failures = RateLimitedLog(agent.tell, f"{PREFIX}looks at the rings that failed; the agent goes on")
     begin, ended, touched = time.monotonic(), 0.0, time.monotonic()
     started, own = folder / f"{STARTED}-{socket.gethostname()}", str(os.getpid())
     if gives_way:
         with contextlib.suppress(OSError), replacing(started) as file:
             file.write(own.encode())
-    before: dict[int, int] = {}
-    numbers: dict[int, int] = {}
-    for look in itertools.count():
+    while True:
         if gives_way and read_text(started, 64) not in (own, ""):
             return
         try:
-            job = read_folder(folder, last=RECORDS if look % _ALL_LOOKS == 0 else window(before, numbers))
+            job = rings.read()
         except (UnickptError, OSError):
             if time.monotonic() - begin > _WITHOUT_RANKS_S:
                 return
             time.sleep(every_s)
             continue
-        exits.watch(ring.identity.pid for rank, ring in job.ranks.items() if _is_alive(job, rank))
-        before, numbers = numbers, {rank: int(ring.records["begun"].max(initial=0)) for rank, ring in job.ranks.items()}
         try:
-            agent.look(job, exits.known)
+            agent.look(job, rings.exits.known)
         except Exception as err:  # the data is untrusted
             failures.note(f"{type(err).__name__}: {err}")
         if time.monotonic() - touched > _TOUCHED_S:
@@ -124,7 +126,36 @@ def watch(
             awaited = collector is not None and any(_lives(snapshot) for snapshot, age in collector.others() if age < _SILENT_S)
             if not awaited or time.monotonic() - ended > _LINGER_S:
                 return
-        exits.sleep(every_s)
+        rings.exits.sleep(every_s)
+
+
+class RingLooks:
+    """Looks at the rings of a folder: each reads what may be new, and now and then more. Watches the processes, too.
+
+    Attributes:
+        exits: ends of the processes of the ranks.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._looks = folder, 0
+        self._before: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
+        self.exits = ExitWatcher()
+
+    def read(self) -> HostRings:
+        """Look once.
+
+        Raises:
+            UnickptError, OSError: there is no readable ring.
+        """
+        job = read_folder(self._folder, last=RECORDS if self._looks % _ALL_LOOKS == 0 else window(self._before, self._numbers))
+        self._looks += 1
+        self.exits.watch(
+            ring.identity.pid for rank, ring in job.ranks.items() if job.states[rank] not in (State.DEAD, State.UNKNOWN)
+        )
+        self._before = self._numbers
+        self._numbers = {rank: int(ring.records["begun"].max(initial=0)) for rank, ring in job.ranks.items()}
+        return job
 
 
 def window(before: dict[int, int], now: dict[int, int]) -> int:
@@ -136,10 +167,6 @@ def window(before: dict[int, int], now: dict[int, int]) -> int:
     """
     new = max((number - before.get(rank, 0) for rank, number in now.items()), default=RECORDS)
     return min(max(4 * new, FEWEST), RECORDS)
-
-
-def _is_alive(job: HostRings, rank: int) -> bool:
-    return job.states[rank] not in (State.DEAD, State.UNKNOWN)
 
 
 def over(job: HostRings) -> bool:

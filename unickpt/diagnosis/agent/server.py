@@ -10,7 +10,6 @@ The address contains a secret that only processes of the job know.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import http.client
@@ -19,16 +18,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from socket import SHUT_RDWR, socket
+from socket import socket
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from unickpt.base.errors import ConfigError, FormatError
-from unickpt.base.limited_http import ConnectionLimits, LimitedHandler, LimitedServer
+from unickpt.base.limited_http import ConnectionLimits, LimitedHandler, LimitedServer, exchange, listening_at
 from unickpt.base.memory_status import MemoryStatus
 from unickpt.diagnosis.detectors.examine import Examination
 from unickpt.diagnosis.reports.verdict_line import parse_line
-from unickpt.diagnosis.reports.verdict_text import VerdictText, render_all
+from unickpt.diagnosis.reports.verdict_text import VerdictText, as_json, render_all
 from unickpt.diagnosis.snapshot.codec import decode_snapshot, encode_snapshot
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
 
@@ -125,9 +124,7 @@ class Collector:
 
     def others(self) -> list[tuple[Snapshot, float]]:
         """Return the newest snapshots of the other hosts, each with its age in seconds."""
-        now = time.monotonic()
-        with self._lock:
-            return [(snapshot, now - at) for snapshot, at in self._snapshots.values()]
+        return [(snapshot, age_s) for _, snapshot, age_s in self.named()]
 
     def publish(self, job: Snapshot, found: Examination, memory: MemoryStatus | None = None) -> None:
         """Publish the snapshot of the job, the verdicts on it, and the state of its memory tier."""
@@ -162,11 +159,11 @@ class Collector:
         with self._lock:
             return {
                 "deadline_s": self._found.deadline_s,
-                "verdicts": [
-                    {**verdict.as_json(), **text.as_json()}
-                    for verdict, text in zip(self._found.verdicts, self._texts, strict=True)
-                ],
+                "verdicts": as_json(self._found.verdicts, self._texts),
             }
+
+
+Current = Callable[[], tuple[Collector, str]]
 
 
 def answer(found: Examination, texts: Sequence[VerdictText], snapshot: Snapshot) -> AgentReply:
@@ -188,9 +185,8 @@ def answer(found: Examination, texts: Sequence[VerdictText], snapshot: Snapshot)
 
 
 def serve(
-    collector: Collector | Callable[[], tuple[Collector, str]],
+    current: Current,
     listener: socket,
-    secret: str = "",
     *,
     open_metrics: bool = False,
     tell: Callable[[str], None] = lambda _: None,
@@ -199,15 +195,12 @@ def serve(
     """Serve in background threads until ``shutdown``.
 
     Args:
-        collector: source of the answers, or a function that returns it and its secret if they change.
+        current: returns the source of the answers, and the secret, which is the first part of all paths.
         listener: bound, listening socket.
-        secret: first part of all paths, if the collector is given.
         open_metrics: whether ``/metrics`` needs no secret.
         tell: writes a line to the log about refused connections.
         limits: limits of connections.
     """
-
-    current = collector if callable(collector) else lambda: (collector, secret)
 
     class CollectorHandler(LimitedHandler):
         def do_POST(self) -> None:  # noqa: N802  (name required by http.server)
@@ -257,6 +250,16 @@ def serve(
     server = LimitedServer(listener, CollectorHandler, tell, limits)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
+
+
+def answer_prometheus(current: Current, address: str, port: int, tell: Callable[[str], None]) -> None:
+    """Serve ``/metrics`` without the secret; ``tell`` a person if the port cannot be opened. Arguments as of ``serve``."""
+    try:
+        listener = listening_at(address, port)
+    except (OSError, ValueError, OverflowError) as err:
+        tell(f"Prometheus is not answered on {address} port {port}: {err}")
+    else:
+        serve(current, listener, open_metrics=True, tell=tell)
 
 
 def secret_of(address: str) -> str:
@@ -314,30 +317,16 @@ def _asked(url: str, data: bytes | None, headers: dict[str, str], *, most_bytes:
         connection = _SCHEMES[parts.scheme](parts.hostname, parts.port, timeout=_TIMEOUT_S)
     except ValueError as err:
         raise FormatError(f"{_without_secret(url)}: not an address of an agent (http://...): {err}") from err
-    with contextlib.closing(connection):
-        connection.connect()
-        line = connection.sock
-        clock = threading.Timer(within_s, _end, [line])  # socket time-outs apply to single reads only
-        clock.daemon = True
-        clock.start()
-        try:
-            connection.request("GET" if data is None else "POST", parts.path, data, headers)
-            with connection.getresponse() as reply:
-                body = reply.read(most_bytes + 1)
-        except http.client.HTTPException as err:
-            raise FormatError(f"{_without_secret(url)}: no agent answers there ({type(err).__name__})") from err
-        finally:
-            clock.cancel()
-    if reply.status != 200:
-        raise ConnectionError(f"HTTP status {reply.status}")
+    try:
+        method = "GET" if data is None else "POST"
+        status, body = exchange(connection, method, parts.path, data, headers, most_bytes + 1, within_s)
+    except http.client.HTTPException as err:
+        raise FormatError(f"{_without_secret(url)}: no agent answers there ({type(err).__name__})") from err
+    if status != 200:
+        raise ConnectionError(f"HTTP status {status}")
     if len(body) > most_bytes:
         raise FormatError(f"{_without_secret(url)}: the answer has more than {most_bytes} bytes")
     return body
-
-
-def _end(line: socket) -> None:
-    with contextlib.suppress(OSError):
-        line.shutdown(SHUT_RDWR)
 
 
 def _without_secret(url: str) -> str:

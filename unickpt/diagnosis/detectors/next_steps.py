@@ -72,8 +72,7 @@ def _off_track(
 ) -> OffTrack | None:
     """Return which side has left the common order of the calls. Without earlier steps like this one, the side at fault."""
     order = CallOrder(snapshot.calls)
-    names = {group.name: number for number, group in enumerate(snapshot.groups)}
-    placed = [(ranks, call, (names.get(call.group.name, -1), call.seq)) for ranks, call in sides if ranks]
+    placed = [(ranks, call, (snapshot.comm_of(call.group.name), call.seq)) for ranks, call in sides if ranks]
     if len(placed) < 2:
         return None
     found = []

@@ -49,7 +49,7 @@ def _entered(verdict: Verdict, snapshot: Snapshot) -> list[int]:
     if verdict.group is None:
         return []
     rows = snapshot.rows
-    comm = next((number for number, group in enumerate(snapshot.groups) if group.name == verdict.group.name), -1)
+    comm = snapshot.comm_of(verdict.group.name)
     here = (rows["comm"] == comm) & (rows["entered"] == np.uint64(verdict.seq))
     if verdict.op in (Op.SEND, Op.RECEIVE) and verdict.link is not None:
         here &= (rows["source"] == verdict.link[0]) & (rows["destination"] == verdict.link[1])
@@ -64,7 +64,7 @@ def gone_on(verdict: Verdict, snapshot: Snapshot) -> tuple[int, ...]:
     if verdict.syndrome is not Syndrome.MISMATCH or verdict.group is None:
         return ()
     rows = snapshot.rows
-    comm = next((number for number, group in enumerate(snapshot.groups) if group.name == verdict.group.name), -1)
+    comm = snapshot.comm_of(verdict.group.name)
     over = (rows["comm"] == comm) & (rows["source"] < 0) & (rows["ended"] >= np.uint64(verdict.seq))
     return tuple(sorted(set(rows["rank"][over].tolist()) & set(verdict.ranks)))
 

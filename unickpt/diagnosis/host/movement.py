@@ -6,13 +6,13 @@ counted apart (``Traffic``).
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from unickpt.base.process_identity import children_of, stat_fields
 from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.host.tcp_counters import Connections
 
@@ -154,10 +154,7 @@ def _family(pid: int) -> list[int]:
     """Return a process and its living descendants."""
     found = [pid]
     for each in found:
-        with contextlib.suppress(OSError):
-            for task in (_PROC / str(each) / "task").iterdir():
-                with contextlib.suppress(OSError):
-                    found += [int(child) for child in (task / "children").read_text().split()]
+        found += children_of(each)
         if len(found) > _MOST_PROCESSES:
             break
     return found[:_MOST_PROCESSES]
@@ -166,7 +163,7 @@ def _family(pid: int) -> list[int]:
 def _cpu_s(pid: int) -> tuple[float, float]:
     """Return the processor time of a process, and of its children that have ended."""
     try:
-        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        fields = stat_fields(pid)
     except FileNotFoundError:  # a child has just ended; its time is in its parent's
         return 0.0, 0.0
     ticks = os.sysconf("SC_CLK_TCK")

@@ -15,10 +15,10 @@ import struct
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+
+from unickpt.base.process_identity import stat_fields
 
 TOGETHER_S = 0.1  # between ends of processes of which one caused the others: launchers poll at this interval
-_PROC = Path("/proc")
 _GET_INFO, _INFO_EXIT, _INFO_BYTES = 0xC040FF0B, 1 << 3, 64  # linux/pidfd.h
 _EXIT_CODE = struct.Struct("<i")
 _FIELD_EXIT_CODE = 49  # of /proc/PID/stat, after the name
@@ -123,7 +123,7 @@ def _status(pid: int, descriptor: int) -> ExitStatus | None:
 
 def _of_zombie(pid: int) -> int | None:
     try:
-        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        fields = stat_fields(pid)
     except OSError:
         return None
     return int(fields[_FIELD_EXIT_CODE]) if fields[0] in "ZX" and len(fields) > _FIELD_EXIT_CODE else None

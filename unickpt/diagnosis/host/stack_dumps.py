@@ -102,11 +102,6 @@ def note_exception(file: IO[bytes]) -> bool:
     return True
 
 
-def ask(pid: int, path: Path, *, within_s: float = 1.0) -> tuple[Frame, ...]:
-    """Return the innermost frames of the main thread of one process. Arguments as of ``ask_all``."""
-    return ask_all({pid: path}, within_s=within_s)[pid]
-
-
 def ask_all(paths: Mapping[int, Path], *, within_s: float = 1.0) -> dict[int, tuple[Frame, ...]]:
     """Return the innermost frames of the main threads of processes on this host, by process number; empty if unknown.
 

@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from unickpt.base.left_workers import rank_in
 from unickpt.base.private_files import read_text, replacing
-from unickpt.base.process_identity import boot_id
+from unickpt.base.process_identity import boot_id, children_of, environment_of
 from unickpt.diagnosis.host.process_state import State, state_of
 from unickpt.diagnosis.recording.rank_ranges import MOST_RANKS
 
@@ -115,12 +116,8 @@ def absent_ranks(notes: Collection[LaunchNote], present: Collection[int]) -> dic
 def _workers(launcher: int) -> dict[int, int]:
     """Return the process number of each rank among the children of a launcher, as far as this user may see them."""
     found: dict[int, int] = {}
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{launcher}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                with contextlib.suppress(OSError, ValueError):
-                    variables = dict(
-                        each.split(b"=", 1) for each in Path(f"/proc/{child}/environ").read_bytes().split(b"\0") if b"=" in each
-                    )
-                    found.setdefault(int(variables.get(b"RANK", b"")), int(child))
+    for child in children_of(launcher):
+        rank = rank_in(environment_of(child))
+        if rank is not None:
+            found.setdefault(rank, child)
     return found

@@ -111,14 +111,14 @@ class NativeOps:
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             recorder = self._recorder
             number: Handle = 0
-            if recorder is not None and type(_first(args[0])) in _PLAIN:  # not for the fake tensors of compilers
+            if recorder is not None and type(first_of(args[0])) in _PLAIN:  # not for the fake tensors of compilers
                 try:
                     number = recorder.call(_group(args[place]), _what(*describe(*args)))
                 except Exception as err:
                     recorder.error(err)
             result = _below(operator, keyset, *args, **kwargs)
             if number and recorder is not None:
-                address = _first(result).data_ptr()
+                address = first_of(result).data_ptr()
                 forgotten: list[Handle] = [self._open.pop(address, 0)]  # the memory has another owner, without a wait
                 self._open[address] = number
                 if len(self._open) > _MAX_OPEN:
@@ -148,7 +148,7 @@ class NativeOps:
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             recorder = None if self._thread.recorded else self._recorder
             number: Handle = 0
-            if recorder is not None and type(_first(args[0])) in _PLAIN:
+            if recorder is not None and type(first_of(args[0])) in _PLAIN:
                 try:
                     number = recorder.call(dist.ProcessGroup.unbox(args[place]), _what(*describe(*args)))
                 except Exception as err:
@@ -188,31 +188,37 @@ def _what(op: Op, sample: Any, given: int, got: int, peer: int) -> tuple[int, in
     return int(op), 0 if sample is None else DTYPE_CODES.get(sample.dtype, 0), given, got, _FLAGS, peer, 0, shape
 
 
-def _first(tensors: Any) -> Any:
+def first_of(tensors: Any) -> Any:
+    """Return the first tensor of nested lists; None without one."""
     while isinstance(tensors, (list, tuple)):
         tensors = tensors[0] if tensors else None
     return tensors
 
 
-def _elements(tensors: Any) -> int:
-    return sum(map(_elements, tensors)) if isinstance(tensors, (list, tuple)) else int(tensors.numel())
+def elements_of(tensors: Any) -> int:
+    """Return the number of elements in nested lists of tensors."""
+    if not isinstance(tensors, (list, tuple)):
+        return int(tensors.numel())
+    if len(tensors) == 1 and not isinstance(tensors[0], list):  # the usual case
+        return int(tensors[0].numel())
+    return sum(map(elements_of, tensors))
 
 
 def _same(op: Op) -> Describe:
-    return lambda tensors, *_: (op, _first(tensors), _elements(tensors), _elements(tensors), -1)
+    return lambda tensors, *_: (op, first_of(tensors), elements_of(tensors), elements_of(tensors), -1)
 
 
 def _rooted(op: Op, root: int) -> Describe:
-    return lambda *args: (op, _first(args[0]), _elements(args[0]), _elements(args[0]), args[root])
+    return lambda *args: (op, first_of(args[0]), elements_of(args[0]), elements_of(args[0]), args[root])
 
 
 def _gathered(inputs: Any, size: int, *_: Any) -> tuple[Op, Any, int, int, int]:
-    count = _elements(inputs)
-    return Op.ALL_GATHER, _first(inputs), count, count * size, -1
+    count = elements_of(inputs)
+    return Op.ALL_GATHER, first_of(inputs), count, count * size, -1
 
 
 def _scattered(inputs: Any, _reduce: str, size: int, *_: Any) -> tuple[Op, Any, int, int, int]:
-    count = _elements(inputs)
+    count = elements_of(inputs)
     return Op.REDUCE_SCATTER, None, count, count // size, -1
 
 
@@ -240,7 +246,7 @@ _FUNCTIONAL: dict[str, Describe] = {
 
 def _between(op: Op, own: int) -> Describe:
     """Describe a call with outputs and inputs. ``own`` is the position of the argument whose shape all members share."""
-    return lambda outputs, inputs, *_: (op, _first((outputs, inputs)[own]), _elements(inputs), _elements(outputs), -1)
+    return lambda outputs, inputs, *_: (op, first_of((outputs, inputs)[own]), elements_of(inputs), elements_of(outputs), -1)
 
 
 _CALLS: dict[str, Describe] = {

@@ -26,7 +26,7 @@ import torch.distributed._functional_collectives as _functional_collectives
 from torch.nn.parallel import DistributedDataParallel
 
 from unickpt.diagnosis.recording.fast_path import method, wait_method
-from unickpt.diagnosis.recording.native_ops import NativeOps
+from unickpt.diagnosis.recording.native_ops import NativeOps, elements_of, first_of
 from unickpt.diagnosis.recording.recorder import DTYPE_CODES, CallRecorder, Handle
 from unickpt.diagnosis.recording.records import Flag, Op
 
@@ -233,22 +233,8 @@ class ProcessGroupHooks:
 _ASYNC, _COALESCED = int(Flag.ASYNC), int(Flag.COALESCED)
 
 
-def _first(tensors: Any) -> Any:
-    while isinstance(tensors, (list, tuple)):
-        if not tensors:
-            return None
-        tensors = tensors[0]
-    return tensors
-
-
 def _shapes(tensors: Any) -> Any:
     return tuple(map(_shapes, tensors)) if isinstance(tensors, (list, tuple)) else tensors.shape
-
-
-def _elements(tensors: Any) -> int:
-    if not isinstance(tensors, (list, tuple)):
-        return int(tensors.numel())
-    return int(tensors[0].numel()) if len(tensors) == 1 and not isinstance(tensors[0], list) else sum(map(_elements, tensors))
 
 
 def _call(op: int, sample: Any, elements_in: int, elements_out: int, opts: Any, peer: int = _NONE, tag: int = 0) -> CallFields:
@@ -265,15 +251,15 @@ def _all_reduce(tensors: Any, opts: Any = None, *_: Any, **__: Any) -> CallField
         count = tensor.numel()
         flags = _ASYNC if getattr(opts, "asyncOp", False) else 0
         return _ALL_REDUCE, DTYPE_CODES.get(tensor.dtype, 0), count, count, flags, _NONE, 0, hash(tensor.shape) & 0xFFFFFFFF
-    count = _elements(tensors)
-    return _call(_ALL_REDUCE, _first(tensors), count, count, opts)
+    count = elements_of(tensors)
+    return _call(_ALL_REDUCE, first_of(tensors), count, count, opts)
 
 
 def _rooted(op: int) -> Callable[..., CallFields]:
     def describe(tensors: Any, opts: Any = None, *_: Any, root: int = 0, **__: Any) -> CallFields:
-        count = _elements(tensors)
+        count = elements_of(tensors)
         root = opts if isinstance(opts, int) else getattr(opts, "rootRank", root)
-        return _call(op, _first(tensors), count, count, opts, root)
+        return _call(op, first_of(tensors), count, count, opts, root)
 
     return describe
 
@@ -286,23 +272,23 @@ def _listed(op: int) -> Callable[..., CallFields]:
 
     def describe(outputs: Any, inputs: Any, opts: Any = None, *_: Any, **__: Any) -> CallFields:
         lists, own = (outputs, inputs) if op == _ALL_GATHER else (inputs, outputs)
-        fields = _call(op, _first(own), _elements(inputs), _elements(outputs), opts)
+        fields = _call(op, first_of(own), elements_of(inputs), elements_of(outputs), opts)
         return (*fields[:-1], hash(_shapes(lists)) & 0xFFFFFFFF)
 
     return describe
 
 
 def _all_gather(outputs: Any, inputs: Any, opts: Any = None, *_: Any, **__: Any) -> CallFields:
-    return _call(_ALL_GATHER, _first(inputs), _elements(inputs), _elements(outputs), opts)
+    return _call(_ALL_GATHER, first_of(inputs), elements_of(inputs), elements_of(outputs), opts)
 
 
 def _reduce_scatter(outputs: Any, inputs: Any, opts: Any = None, *_: Any, **__: Any) -> CallFields:
-    return _call(_REDUCE_SCATTER, _first(outputs), _elements(inputs), _elements(outputs), opts)
+    return _call(_REDUCE_SCATTER, first_of(outputs), elements_of(inputs), elements_of(outputs), opts)
 
 
 def _all_to_all(outputs: Any, inputs: Any, *rest: Any, **_: Any) -> CallFields:
     op, dtype, given, got, flags, peer, tag, _shape = _call(
-        _ALL_TO_ALL, _first(inputs), _elements(inputs), _elements(outputs), rest[-1] if rest else None
+        _ALL_TO_ALL, first_of(inputs), elements_of(inputs), elements_of(outputs), rest[-1] if rest else None
     )
     return op, dtype, given, got, flags, peer, tag, 0  # members may split differently
 
@@ -310,7 +296,7 @@ def _all_to_all(outputs: Any, inputs: Any, *rest: Any, **_: Any) -> CallFields:
 def _to_or_from_one(op: int) -> Callable[..., CallFields]:
     def describe(outputs: Any, inputs: Any, opts: Any = None, *_: Any, **__: Any) -> CallFields:
         own = inputs if op == _GATHER else outputs
-        return _call(op, _first(own), _elements(inputs), _elements(outputs), opts, getattr(opts, "rootRank", 0))
+        return _call(op, first_of(own), elements_of(inputs), elements_of(outputs), opts, getattr(opts, "rootRank", 0))
 
     return describe
 
@@ -320,15 +306,15 @@ def _barrier(opts: Any = None, *_: Any, **__: Any) -> CallFields:
 
 
 def _send(tensors: Any, dstRank: int = 0, tag: int = 0) -> CallFields:  # noqa: N803  (torch's name)
-    sample = _first(tensors)
+    sample = first_of(tensors)
     dtype, shape = DTYPE_CODES.get(sample.dtype, 0), hash(sample.shape) & 0xFFFFFFFF
-    return _SEND, dtype, _elements(tensors), 0, _ASYNC, dstRank, tag, shape
+    return _SEND, dtype, elements_of(tensors), 0, _ASYNC, dstRank, tag, shape
 
 
 def _receive(tensors: Any, srcRank: int = _NONE, tag: int = 0) -> CallFields:  # noqa: N803
-    sample = _first(tensors)
+    sample = first_of(tensors)
     dtype, shape = DTYPE_CODES.get(sample.dtype, 0), hash(sample.shape) & 0xFFFFFFFF
-    return _RECEIVE, dtype, 0, _elements(tensors), _ASYNC, srcRank, tag, shape
+    return _RECEIVE, dtype, 0, elements_of(tensors), _ASYNC, srcRank, tag, shape
 
 
 def _receive_any(tensors: Any, tag: int = 0) -> CallFields:

@@ -131,6 +131,13 @@ def bytes_out(records: Records) -> npt.NDArray[np.int64]:
     return _bytes(records, "elements_out")
 
 
+def ends_of(rank: int, records: Records) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return ``[n]`` each: source and destination rank of the calls of a rank, from their peers; -1 for collectives."""
+    sends, receives = records["op"] == Op.SEND, records["op"] == Op.RECEIVE
+    source = np.where(sends, rank, np.where(receives, records["peer"], -1))
+    return source, np.where(receives, rank, np.where(sends, records["peer"], -1))
+
+
 def _bytes(records: Records, column: str) -> npt.NDArray[np.int64]:
     sizes: npt.NDArray[np.int64] = ITEMSIZES[records["dtype"]]
     return sizes * records[column].astype(np.int64)

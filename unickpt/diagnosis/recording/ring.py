@@ -148,25 +148,26 @@ class RingWriter:
 
     def put(self, number: int, *fields: int) -> None:
         """Write record ``number``. ``fields`` are the fields between the two numbers."""
-        at = self.first_byte + (number - 1) % self.capacity * RECORD.itemsize
-        self.pack(self.map, at, number, *fields, number)
+        self.pack(self.map, self._place(number), number, *fields, number)
+
+    def _place(self, number: int) -> int:
+        return self.first_byte + (number - 1) % self.capacity * RECORD.itemsize
 
     def end(self, number: int, end_ns: int) -> None:
         """Write the end of a record. The caller makes sure that its slot was not reused."""
-        _SIGNED.pack_into(self.map, self.first_byte + (number - 1) % self.capacity * RECORD.itemsize + END_OFFSET, end_ns)
+        _SIGNED.pack_into(self.map, self._place(number) + END_OFFSET, end_ns)
 
     def ended(self, number: int) -> bool:
         """Return whether the end of a record is written. Same condition as ``end``."""
-        at = self.first_byte + (number - 1) % self.capacity * RECORD.itemsize + END_OFFSET
-        return bool(_SIGNED.unpack_from(self.map, at)[0])
+        return bool(_SIGNED.unpack_from(self.map, self._place(number) + END_OFFSET)[0])
 
     def wait(self, number: int, wait_ns: int) -> None:
         """Write the begin of a wait for a record. Same condition as ``end``."""
-        _SIGNED.pack_into(self.map, self.first_byte + (number - 1) % self.capacity * RECORD.itemsize + WAIT_OFFSET, wait_ns)
+        _SIGNED.pack_into(self.map, self._place(number) + WAIT_OFFSET, wait_ns)
 
     def flag(self, number: int, flags: int) -> None:
         """Replace the flags of a record."""
-        _SHORT.pack_into(self.map, self.first_byte + (number - 1) % self.capacity * RECORD.itemsize + FLAGS_OFFSET, flags)
+        _SHORT.pack_into(self.map, self._place(number) + FLAGS_OFFSET, flags)
 
     def device_call(self, number: int, start_ns: int, wait_ns: int, end_ns: int) -> None:
         """Write the times of a call on its device. Same condition as ``end``."""
@@ -178,7 +179,7 @@ class RingWriter:
 
     def _device_times(self, number: int, offset: int, *times_ns: int) -> None:
         """Write times that end with ``end_ns``, then the flag."""
-        at = self.first_byte + (number - 1) % self.capacity * RECORD.itemsize
+        at = self._place(number)
         struct.pack_into(f"<{len(times_ns)}q", self.map, at + offset, *times_ns)
         (flags,) = _SHORT.unpack_from(self.map, at + FLAGS_OFFSET)
         _SHORT.pack_into(self.map, at + FLAGS_OFFSET, flags | int(Flag.DEVICE_TIMES))

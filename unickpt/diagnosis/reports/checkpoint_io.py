@@ -11,15 +11,13 @@ from unickpt.base.arrays import Floats, Ints
 from unickpt.diagnosis.recording.records import Flag, Op, bytes_in
 from unickpt.diagnosis.reports.job_records import OP_NAMES, JobRecords
 
-PHASES = tuple(OP_NAMES[op] for op in Op if op.checkpoint_io)
-
 
 @dataclass(frozen=True, slots=True)
 class PhaseSummary:
     """One phase over all ranks and checkpoints.
 
     Attributes:
-        phase: name in ``PHASES``.
+        phase: name of the operation, as in ``OP_NAMES``.
         ranks: number of ranks with records.
         median_ns: median over the ranks of their time for one checkpoint, in nanoseconds.
         slowest: rank with the longest mean time for one checkpoint.

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from unickpt.base.arrays import Floats, Ints
 from unickpt.base.errors import StorageError
+from unickpt.base.memory_status import MemoryStatus
 from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.recording.rank_ranges import progressions
 from unickpt.diagnosis.recording.records import Op, bytes_in
@@ -42,26 +43,15 @@ _UNKNOWN = 65535
 Verdicts = Sequence[tuple[Verdict, VerdictText]]
 
 
-def write_report(
-    job: JobRecords,
-    verdicts: Verdicts,
-    path: Path,
-    rounds: dict[str, Any] | None = None,
-    memory: dict[str, Any] | None = None,
-    prices: dict[str, Any] | None = None,
-) -> None:
-    """Write the page.
-
-    Args:
-        job, verdicts, rounds, memory, prices: as in ``contents``.
-        path: of the page.
+def write_report(data: dict[str, Any], path: Path) -> None:
+    """Write the page; ``data`` is the result of ``contents``.
 
     Raises:
         StorageError: the page cannot be written. An existing file is unchanged.
     """
     fresh = path.with_name(f"{path.name}.part")
     try:
-        fresh.write_text(page(contents(job, verdicts, rounds, memory, prices)), encoding="utf-8")
+        fresh.write_text(page(data), encoding="utf-8")
         fresh.replace(path)
     except OSError as err:
         with contextlib.suppress(OSError):
@@ -80,6 +70,11 @@ def page(data: dict[str, Any]) -> str:
     before, _, rest = template.replace("{{digest}}", f"sha256-{digest}").partition("{{data}}")
     between, _, after = rest.partition("{{script}}")
     return "".join([before, text, between, script, after])
+
+
+def memory_section(status: MemoryStatus | None, now_s: float) -> dict[str, Any] | None:
+    """Return the state of the memory tier for ``contents``; None without a tier. ``now_s``: seconds since the epoch."""
+    return None if status is None else {**status.as_json(), "age_s": max(now_s - status.begun_s, 0.0)}
 
 
 def contents(
@@ -123,7 +118,7 @@ def contents(
         ],
         "verdicts_in_all": len(verdicts),
         "waiting": _waiting(job, verdicts),
-        "heat": _heat(table),
+        "heat": _matrices(table.ranks, table.steps, {name: table.values[name] for name in MEASURES}),
         "timeline": _timeline(job, verdicts, table),
         "delays": _delays(job),
         "rounds": rounds,
@@ -196,10 +191,6 @@ def _waiting(job: JobRecords, verdicts: Verdicts) -> dict[str, Any]:
 # ---------------------------------------------------------------- heat map
 
 
-def _heat(table: StepTable) -> dict[str, Any]:
-    return _matrices(table.ranks, table.steps, {name: table.values[name] for name in MEASURES})
-
-
 def _io(found: CheckpointIo) -> dict[str, Any] | None:
     """Return phases of checkpoints: ``time:PHASE`` in nanoseconds and ``size:PHASE`` in bytes. None if there are none."""
     if not found.summaries:
@@ -220,7 +211,9 @@ def _matrices(ranks: Ints, steps: Ints, values: Mapping[str, Floats]) -> dict[st
         "ranks_per_row": per_row,
         "steps_per_column": per_column,
         "measures": {
-            name: _encoded(_largest(table, rows, columns)) for name, table in values.items() if len(rows) and len(columns)
+            name: _encoded(np.fmax.reduceat(np.fmax.reduceat(table, rows, axis=0), columns, axis=1))  # the largest known value
+            for name, table in values.items()
+            if len(rows) and len(columns)
         },
     }
 
@@ -229,11 +222,6 @@ def _blocks(count: int, most: int) -> tuple[npt.NDArray[np.int64], int]:
     """Return the begins of at most ``most`` blocks of equal length, and that length."""
     length = -(-count // most) if count else 1
     return np.arange(0, count, length), length
-
-
-def _largest(values: Floats, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]) -> Floats:
-    """Return the largest known value of each block."""
-    return np.asarray(np.fmax.reduceat(np.fmax.reduceat(values, rows, axis=0), columns, axis=1), np.float64)
 
 
 def _encoded(values: Floats) -> dict[str, Any]:

@@ -23,10 +23,7 @@ from unickpt.diagnosis.recording.ring_folder import HostRings
 
 _OPS = np.array([int(op) for op in Op])
 OP_NAMES = {int(op): op.name.lower() for op in Op}  # ``all_reduce``
-_ON_HOST = (
-    "gloo",
-    "mpi",
-)  # calls of these end on the host, so that their end is known (``unickpt.diagnosis.recording.recorder``)
+_ON_HOST = ("gloo", "mpi")  # calls of these end on the host, so that their end is known (``recording.recorder``)
 
 
 @dataclass(frozen=True, slots=True)

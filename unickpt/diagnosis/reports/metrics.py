@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +26,6 @@ from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.records import Op, bytes_in
 from unickpt.diagnosis.recording.ring_folder import HostRings
-from unickpt.diagnosis.reports import memory_tier
 from unickpt.diagnosis.reports.arrivals import by_step
 from unickpt.diagnosis.reports.job_records import OP_NAMES, JobRecords, gather_records
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
@@ -63,8 +62,16 @@ HELP = {
     "unickpt_recorded_bytes": "Bytes that ranks gave to the calls in the rings, by operation and group.",
     "unickpt_link_seconds_per_byte": "Time that something was under way from a rank to another, for each byte of it.",
     "unickpt_verdicts": "Verdicts by syndrome, rank at fault, cause, and kind of what to look at next.",
-    **memory_tier.HELP,
+    "unickpt_memory_held_bytes": "Bytes of checkpoints and copies in the memory of a host, at the end of the last save.",
+    "unickpt_memory_refused_connections": "Connections that the keeper of a host has refused since its start.",
+    "unickpt_memory_generation": "Number of the newest checkpoint in memory whose copies are complete.",
+    "unickpt_memory_step": "Step of the newest checkpoint in memory whose copies are complete.",
+    "unickpt_memory_age_seconds": "Age of the newest checkpoint in memory whose copies are complete.",
+    "unickpt_memory_confirm_seconds": "Time from the call of a save until its copies were complete, of that checkpoint.",
+    "unickpt_memory_confirm_longest_seconds": "The longest such time.",
+    "unickpt_memory_saves_total": "Saves into memory, by outcome. Skipped ones went to disk because of a failure.",
 }
+_OUTCOMES = ("confirmed", "uncopied", "failed", "skipped")  # of saves into memory
 _OF_STEPS = {
     "own": "unickpt_rank_own_seconds",
     "waiting": "unickpt_rank_waiting_seconds",
@@ -91,11 +98,11 @@ def measurements(
 
 def _of_ranks(job: JobRecords) -> Iterator[MetricValue]:
     for number, rank in job.ranks.items():
-        yield MetricValue("unickpt_rank_step", {"rank": str(number)}, float(rank.ring.step))
-        yield from _states(number, rank.ring.identity.host, rank.state)
+        yield from _of_rank(number, rank.ring.step, rank.ring.identity.host, rank.state)
 
 
-def _states(rank: int, host: str, now: State) -> Iterator[MetricValue]:
+def _of_rank(rank: int, step: int, host: str, now: State) -> Iterator[MetricValue]:
+    yield MetricValue("unickpt_rank_step", {"rank": str(rank)}, float(step))
     for state in State:
         labels = {"rank": str(rank), "host": host, "state": state.value}
         yield MetricValue("unickpt_rank_state", labels, float(state is now))
@@ -127,14 +134,19 @@ def _of_groups(job: JobRecords) -> Iterator[MetricValue]:
             given[at] += int(sizes[keys == key].sum())
             if op <= Op.NEW_GROUP:
                 begun[number] = max(begun.get(number, 0), int(rank.records["seq"][here].max()))
-    totals: dict[str, int] = defaultdict(int)
-    for number, count in begun.items():
-        totals[job.groups[number].label] += count
-    for label, count in sorted(totals.items()):
-        yield MetricValue("unickpt_collectives_total", {"group": label}, float(count))
+    yield from _collectives((job.groups[number].label, count) for number, count in begun.items())
     for name, counts in (("unickpt_recorded_calls", calls), ("unickpt_recorded_bytes", given)):
         for (op_label, label), count in sorted(counts.items()):
             yield MetricValue(name, {"op": op_label, "group": label}, float(count))
+
+
+def _collectives(begun: Iterable[tuple[str, int]]) -> Iterator[MetricValue]:
+    """Yield the number of collectives that the groups with one label have begun, from those of each group."""
+    totals: dict[str, int] = defaultdict(int)
+    for label, count in begun:
+        totals[label] += count
+    for label, count in sorted(totals.items()):
+        yield MetricValue("unickpt_collectives_total", {"group": label}, float(count))
 
 
 def of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[MetricValue]:
@@ -152,7 +164,20 @@ def of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[MetricValue]:
 
 def of_memory(status: MemoryStatus | None) -> list[MetricValue]:
     """Return the values of the memory tier; none without one."""
-    return [MetricValue(name, labels, value) for name, labels, value in memory_tier.memory_values(status, time.time())]
+    if status is None:
+        return []
+    found: list[tuple[str, dict[str, str], float]] = []
+    for each in status.hosts:
+        labels = {"host": each.host, "rank": str(each.rank)}
+        found += [("held_bytes", labels, each.held_bytes), ("refused_connections", labels, each.refused)]
+    if status.generation:
+        found += [
+            ("generation", {}, status.generation), ("step", {}, status.step),
+            ("age_seconds", {}, max(time.time() - status.begun_s, 0.0)), ("confirm_seconds", {}, status.confirm_s),
+            ("confirm_longest_seconds", {}, status.longest_s),
+        ]  # fmt: skip
+    found += [("saves_total", {"outcome": each}, getattr(status, each)) for each in _OUTCOMES]
+    return [MetricValue(f"unickpt_memory_{name}", labels, float(value)) for name, labels, value in found]
 
 
 # ---------------------------------------------------------------- a running job
@@ -178,8 +203,7 @@ def live_measurements(snapshot: Snapshot, verdicts: Sequence[Verdict], memory: M
 
 def _live_ranks(snapshot: Snapshot) -> Iterator[MetricValue]:
     for number, rank in sorted(snapshot.ranks.items()):
-        yield MetricValue("unickpt_rank_step", {"rank": str(number)}, float(rank.step))
-        yield from _states(number, rank.host, rank.state)
+        yield from _of_rank(number, rank.step, rank.host, rank.state)
 
 
 def _live_steps(snapshot: Snapshot) -> Iterator[MetricValue]:
@@ -193,13 +217,10 @@ def _live_steps(snapshot: Snapshot) -> Iterator[MetricValue]:
 
 
 def _live_groups(snapshot: Snapshot) -> Iterator[MetricValue]:
-    totals: dict[str, int] = defaultdict(int)
     rows = snapshot.rows[snapshot.rows["source"] < 0]
-    for number, group in enumerate(snapshot.groups):
-        here = rows["entered"][rows["comm"] == number]
-        totals[group.label or group.name] += int(here.max(initial=0))
-    for label, count in sorted(totals.items()):
-        yield MetricValue("unickpt_collectives_total", {"group": label}, float(count))
+    entered = (rows["entered"][rows["comm"] == number] for number in range(len(snapshot.groups)))
+    labels = (group.label or group.name for group in snapshot.groups)
+    yield from _collectives((label, int(here.max(initial=0))) for label, here in zip(labels, entered, strict=True))
 
 
 def _live_links(snapshot: Snapshot) -> Iterator[MetricValue]:

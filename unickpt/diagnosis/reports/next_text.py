@@ -62,11 +62,9 @@ def _off_track(hint: OffTrack, verdict: Verdict) -> str:
     elif hint.left_out:
         why = f"{counted(hint.ranks)} {has_or_have(hint.ranks)} left out {hint.left_out} calls from this {_name(hint.usual)} on"
     elif hint.as_before:
+        verb = "makes" if len(hint.ranks) == 1 else "make"
         why = (
-            f"earlier steps have that {_name(hint.usual)} here, so {counted(hint.ranks)} left it out, or makes the "
-            f"{_name(hint.call)} alone"
-            if len(hint.ranks) == 1
-            else f"earlier steps have that {_name(hint.usual)} here, so {counted(hint.ranks)} left it out, or make the "
+            f"earlier steps have that {_name(hint.usual)} here, so {counted(hint.ranks)} left it out, or {verb} the "
             f"{_name(hint.call)} alone"
         )
     else:
@@ -104,8 +102,7 @@ def _process(hint: LooksAtProcess) -> str:
 
 
 def _calls(ranks: Sequence[int], call: CallRef, verdict: Verdict) -> str:
-    verb = "calls" if len(ranks) == 1 else "call"
-    return f"{counted(ranks)} {verb} {_name(call)}{_at(ranks, verdict)}"
+    return f"{counted(ranks, 'call')} {_name(call)}{_at(ranks, verdict)}"
 
 
 def _name(call: CallRef) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from unickpt.base.arrays import Floats, Ints
+from unickpt.diagnosis.detectors.medians import grouped_quantiles
 from unickpt.diagnosis.detectors.p2p_links import begun
 from unickpt.diagnosis.recording.records import Op, begins_ns, bytes_in
 from unickpt.diagnosis.reports.job_records import JobRecords
@@ -93,18 +94,8 @@ def delay_matrix(made: TransferTimes) -> list[Delay]:
 
 
 def _medians(made: TransferTimes, sizes: Ints) -> list[Delay]:
-    order = np.lexsort((made.took_ns, made.destination, made.source, sizes))
-    keys = np.stack([sizes, made.source, made.destination])[:, order]
-    if not keys.shape[1]:
-        return []
-    took = made.took_ns[order]
-    new = np.append(True, (keys[:, 1:] != keys[:, :-1]).any(axis=0))
-    first = np.flatnonzero(new)
-    counts = np.diff(np.append(first, len(took)))
-    middle = (took[first + (counts - 1) // 2] + took[first + counts // 2]) / 2
-    return [
-        Delay(source, destination, size, median, count)
-        for (size, source, destination), median, count in zip(
-            keys[:, first].T.tolist(), middle.tolist(), counts.tolist(), strict=True
-        )
-    ]
+    keys = np.stack([sizes, made.source, made.destination], axis=1)
+    cells, cell = np.unique(keys, axis=0, return_inverse=True)
+    _, (middle,), counts = grouped_quantiles(cell.reshape(-1), made.took_ns)
+    found = zip(cells.tolist(), middle.tolist(), counts.tolist(), strict=True)
+    return [Delay(source, destination, size, median, count) for (size, source, destination), median, count in found]

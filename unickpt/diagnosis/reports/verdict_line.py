@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from unickpt.base.errors import FormatError
 from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome, Verdict
 from unickpt.diagnosis.host.stack_dumps import Frame
-from unickpt.diagnosis.recording.rank_ranges import axis_of, checked_progressions, expanded, progressions
+from unickpt.diagnosis.recording.rank_ranges import axis_of, checked_progressions, expanded, members, progressions
 
 KEYWORDS = {
     Syndrome.NON_COMMUNICATION_HANG: "HANG",
@@ -57,7 +57,7 @@ class RankList:
     def of(cls, ranks: Sequence[int]) -> RankList:
         """Keep as many ranks as a line may have."""
         parts = progressions(sorted(ranks))[:MOST_PARTS]
-        kept = tuple(first + step * at for first, step, count in parts for at in range(count))
+        kept = tuple(members(parts))
         return cls(kept, len(ranks) - len(kept))
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from unickpt.diagnosis.detectors.slowness import starved_ranks
 from unickpt.diagnosis.detectors.verdicts import (
@@ -33,13 +34,17 @@ from unickpt.diagnosis.detectors.verdicts import (
     Unfinished,
     Verdict,
 )
+from unickpt.diagnosis.detectors.waits import calls_waited_in
 from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.process_state import State
+from unickpt.diagnosis.recording.launched import AbsentRank
 from unickpt.diagnosis.recording.records import DTYPES, Phase
 from unickpt.diagnosis.reports.next_text import next_text
 from unickpt.diagnosis.reports.verdict_line import VerdictLine, clock_time
 from unickpt.diagnosis.reports.wording import MOST_NAMED, call_text, counted, has_or_have, is_or_are
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
+
+SHORTEST_S = 2.0  # shorter waits are usual
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,8 @@ class VerdictText:
 
 def render(verdict: Verdict, snapshot: Snapshot) -> VerdictText:
     """Render one verdict on a snapshot."""
-    return VerdictText(str(VerdictLine.of(verdict)), _sentence(verdict, snapshot), next_text(verdict))
+    sentence = "; ".join([_found(verdict, snapshot), *_places(verdict)])
+    return VerdictText(str(VerdictLine.of(verdict)), sentence, next_text(verdict))
 
 
 def render_all(verdicts: Sequence[Verdict], snapshot: Snapshot) -> list[VerdictText]:
@@ -71,8 +77,29 @@ def render_all(verdicts: Sequence[Verdict], snapshot: Snapshot) -> list[VerdictT
     return [render(verdict, snapshot) for verdict in verdicts]
 
 
-def _sentence(verdict: Verdict, snapshot: Snapshot) -> str:
-    return "; ".join([_found(verdict, snapshot), *_places(verdict)])
+def as_json(verdicts: Sequence[Verdict], texts: Sequence[VerdictText]) -> list[dict[str, Any]]:
+    """Return verdicts with their texts as JSON types."""
+    return [{**verdict.as_json(), **text.as_json()} for verdict, text in zip(verdicts, texts, strict=True)]
+
+
+def render_waits(snapshot: Snapshot) -> list[str]:
+    """Return what is no verdict yet, for a person who asks.
+
+    That is a line for each call in which ranks have waited for some seconds, and one on ranks that have not begun.
+    """
+    groups = dict(enumerate(snapshot.groups))
+    members = {number: group.members() for number, group in groups.items()}
+    gone = frozenset(rank for rank, one in snapshot.ranks.items() if one.state is State.DEAD)
+    lines = []
+    for call in calls_waited_in(snapshot.rows, members, gone):
+        waited_s = (snapshot.now_ns - call.since_ns) / 1e9
+        if waited_s >= SHORTEST_S:
+            missing = f" for {counted(call.missing)}" if call.missing else ""
+            lines.append(f"{counted(call.waiters, 'wait')} in {call_text(call.ref(groups))}{missing}, so far {waited_s:.0f} s")
+    for rank, absent in sorted(snapshot.absent.items()):
+        process = _absent(absent) if absent.pid else f"on {absent.host}"
+        lines.append(f"rank {rank} has not begun to record; {process}")
+    return lines[:MOST_NAMED]
 
 
 def _places(verdict: Verdict) -> list[str]:
@@ -203,8 +230,7 @@ def _process(rank: int, snapshot: Snapshot) -> str:
     one = snapshot.ranks.get(rank)
     if one is None:
         absent = snapshot.absent.get(rank)
-        known = f"process {absent.pid} on {absent.host} is {absent.state.value}" if absent is not None and absent.pid else ""
-        return known or f"nothing is known of rank {rank}"
+        return _absent(absent) if absent is not None and absent.pid else f"nothing is known of rank {rank}"
     place = " ".join(f"{axis} {at}" for axis, at in one.coordinates)
     where = f" ({place})" if place else ""
     condition = _condition(one.state, one.exit)
@@ -220,6 +246,10 @@ def _process(rank: int, snapshot: Snapshot) -> str:
         frames = " < ".join(f"{frame.function} ({frame.file}:{frame.line})" for frame in one.stack)
         parts.append(f"its main thread is in {frames}")
     return "; ".join(parts)
+
+
+def _absent(absent: AbsentRank) -> str:
+    return f"process {absent.pid} on {absent.host} is {absent.state.value}"
 
 
 def _phase(phase: int) -> str:

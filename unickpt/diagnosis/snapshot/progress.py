@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unickpt.diagnosis.recording.records import Op, Records
+from unickpt.diagnosis.recording.records import Op, Records, ends_of
 
 # One row per communicator and rank; for point-to-point calls one per pair of ranks and direction.
 PROGRESS = np.dtype(
@@ -50,10 +50,7 @@ def rank_progress(rank: int, records: Records, numbers: npt.NDArray[np.int32], *
     calls = records[records["op"] <= Op.RECEIVE]
     if not len(calls):
         return np.zeros(0, PROGRESS)
-    single = calls["op"] >= Op.SEND
-    source = np.where(calls["op"] == Op.SEND, rank, np.where(single, calls["peer"], -1))
-    destination = np.where(calls["op"] == Op.RECEIVE, rank, np.where(single, calls["peer"], -1))
-    keys = np.stack([calls["comm"].astype(np.int64), source, destination, single & (calls["op"] == Op.RECEIVE)])
+    keys = np.stack([calls["comm"].astype(np.int64), *ends_of(rank, calls), calls["op"] == Op.RECEIVE])
     order = np.lexsort((calls["seq"], *keys))
     calls, keys = calls[order], keys[:, order]
     last = np.ones(len(calls), bool)

@@ -25,7 +25,7 @@ from unickpt.diagnosis.recording.rank_ranges import (
     count_of,
     expanded,
 )
-from unickpt.diagnosis.recording.records import Flag, Op, Records, begins_ns, bytes_in, bytes_out
+from unickpt.diagnosis.recording.records import Flag, Op, Records, begins_ns, bytes_in, bytes_out, ends_of
 from unickpt.diagnosis.recording.ring import RingContents
 from unickpt.diagnosis.recording.ring_folder import HostRings
 from unickpt.diagnosis.snapshot.progress import PROGRESS, ProgressTable, number_groups, rank_progress
@@ -196,6 +196,10 @@ class Snapshot:
     problems: Sequence[str] = field(default_factory=tuple)
     absent: Mapping[int, AbsentRank] = field(default_factory=dict)
 
+    def comm_of(self, name: str) -> int:
+        """Return the number of a communicator; -1 if it is unknown."""
+        return next((number for number, group in enumerate(self.groups) if group.name == name), -1)
+
 
 def take_snapshot(
     job: HostRings,
@@ -224,7 +228,8 @@ def take_snapshot(
         made = ring.records[(ring.records["op"] <= Op.RECEIVE) & (ring.records["comm"] < len(table))]
         rows.append(rank_progress(rank, made, numbers, offset_ns=offset))
         steps.append(steps_of(rank, ring.records, offset_ns=offset)[-newest_steps:])
-        calls.append(_calls(rank, made[-NEWEST_CALLS:], numbers, offset))
+        newest = made[-NEWEST_CALLS:]
+        calls.append(calls_of(rank, newest, numbers[newest["comm"]], offset))
         longest = max(longest, _longest_wait_ns(made))
         ranks[rank] = _rank(rank, ring, table, made, job, (stacks or {}).get(rank, ()), exits or {})
     return Snapshot(
@@ -253,12 +258,18 @@ def limit_members(groups: Sequence[GroupInfo]) -> list[GroupInfo]:
     return found
 
 
-def _calls(rank: int, records: Records, numbers: npt.NDArray[np.int32], offset_ns: int) -> Calls:
+def calls_of(rank: int, records: Records, comms: npt.NDArray[Any], offset_ns: int) -> Calls:
+    """Return the calls of a rank.
+
+    Args:
+        rank: global rank.
+        records: its records of calls.
+        comms: number of the communicator of each of them.
+        offset_ns: nanoseconds to add to their times.
+    """
     out = np.zeros(len(records), CALL)
-    sends, receives = records["op"] == Op.SEND, records["op"] == Op.RECEIVE
-    out["rank"], out["comm"] = rank, numbers[records["comm"]]
-    out["source"] = np.where(sends, rank, np.where(receives, records["peer"], -1))
-    out["destination"] = np.where(receives, rank, np.where(sends, records["peer"], -1))
+    out["rank"], out["comm"] = rank, comms
+    out["source"], out["destination"] = ends_of(rank, records)
     for name in ("seq", "op", "dtype", "shape"):
         out[name] = records[name]
     out["bytes"] = np.maximum(bytes_in(records), bytes_out(records))

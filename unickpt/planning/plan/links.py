@@ -17,10 +17,9 @@ import numpy.typing as npt
 from unickpt.base.arrays import Floats
 from unickpt.diagnosis.recording.records import Op
 from unickpt.planning.replay.edits import operations_of_transfers
-from unickpt.planning.replay.graph import Graph
+from unickpt.planning.replay.graph import PAIRS, Graph
 
 _HALF = (int(Op.REDUCE_SCATTER), int(Op.ALL_GATHER))
-_PAIRS = (int(Op.SEND), int(Op.RECEIVE))
 SMALL_BYTES = 1 << 16  # transfers up to this size show the latency of a link, not its bandwidth
 
 
@@ -60,7 +59,7 @@ class LinkCosts:
             size: bytes: the larger one of input and output.
             leaves_host: whether the members are on several hosts.
         """
-        pair = int(op) in _PAIRS
+        pair = int(op) in PAIRS
         if members < 2:
             return 0.0
         order = ((pair, leaves_host), (pair, not leaves_host), (not pair, leaves_host), (not pair, not leaves_host))
@@ -71,7 +70,7 @@ class LinkCosts:
 
 def shape_of(op: int, members: int) -> tuple[float, float]:
     """Return steps and volume of an operation."""
-    if op in _PAIRS:
+    if op in PAIRS:
         return 1.0, 1.0
     rounds = 1.0 if op in _HALF else 2.0
     return rounds * (members - 1), rounds * (members - 1) / members

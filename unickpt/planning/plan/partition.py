@@ -180,10 +180,10 @@ def partition(choices: Sequence[StageChoice], microbatches: int) -> StageCut | N
     if least is None:
         return None
     pace = max(least.times_s)
-    best = _rated(_at_most(choices, pace) or least, microbatches)
+    best = _rated(_least(choices, limit=pace) or least, microbatches)
     limit = np.inf
     while True:
-        found = _at_most(choices, limit)
+        found = _least(choices, limit=limit)
         if found is None:
             break
         found = _rated(found, microbatches)
@@ -203,13 +203,11 @@ def _rated(found: StageCut, microbatches: int) -> StageCut:
     return StageCut(found.bounds, found.kinds, found.times_s, step_s)
 
 
-def _at_most(choices: Sequence[StageChoice], limit: float) -> StageCut | None:
-    """Return the cut with the least sum whose stages take at most ``limit``."""
-    return _least(choices, bottleneck=False, limit=limit)
+def _least(choices: Sequence[StageChoice], *, bottleneck: bool = False, limit: float = np.inf) -> StageCut | None:
+    """Return the cut with the least slowest stage, or with the least sum, whose stages take at most ``limit``.
 
-
-def _least(choices: Sequence[StageChoice], *, bottleneck: bool, limit: float = np.inf) -> StageCut | None:
-    """Return the cut with the least slowest stage, or with the least sum. ``step_s`` is that value."""
+    ``step_s`` is that value.
+    """
     last = max(each.after for each in choices)
     layers = len(choices[0].costs) - 1
     best: Floats = np.full((last + 1, layers + 1), np.inf)

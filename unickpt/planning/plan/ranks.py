@@ -7,6 +7,7 @@ With few blocks all orders are tried. With more, the best exchange of two blocks
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice, permutations
@@ -14,12 +15,9 @@ from itertools import combinations, islice, permutations
 import numpy as np
 
 from unickpt.base.errors import FormatError
-from unickpt.planning.replay.alike import pieces_of
-from unickpt.planning.replay.edits import measured
-from unickpt.planning.replay.graph import graph_of
+from unickpt.planning.replay.model import model_of
 from unickpt.planning.replay.order import with_order
-from unickpt.planning.replay.schedule import columns, schedule_of, simulate, step_times
-from unickpt.planning.replay.trace import Trace, window_of
+from unickpt.planning.replay.trace import Trace
 
 ALL_ORDERS = 6  # blocks of which all orders are tried
 MOST_TRIED = 20_000  # orders
@@ -124,22 +122,16 @@ def plan_order(trace: Trace, steps: tuple[int, int] | None = None) -> OrderPlan:
     Raises:
         FormatError: no step is known on all ranks, or hosts have different numbers of ranks.
     """
-    graph = graph_of(window_of(trace, steps))
-    pieces, schedule, now = pieces_of(graph), schedule_of(graph), measured(graph)
+    model = model_of(trace, steps)
 
     def predict(orders: Sequence[RankOrder]) -> list[float | None]:
         found: list[float | None] = [None] * len(orders)
-        known = []
+        known = {}
         for at, order in enumerate(orders):
-            try:
-                known.append((at, with_order(now, graph, pieces, np.array(order, np.int64))))
-            except FormatError:
-                continue
-        if known:
-            own, took = (columns([getattr(each, name) for _, each in known]) for name in ("own_ns", "took_ns"))
-            means = step_times(simulate(graph, schedule, own, took), graph.window.begin_ns).mean(axis=0) * 1e-9
-            for (at, _), seconds in zip(known, means.tolist(), strict=True):
-                found[at] = seconds
+            with contextlib.suppress(FormatError):
+                known[at] = with_order(model.now, model.graph, model.pieces, np.array(order, np.int64))
+        for at, seconds in zip(known, model.means_s(known.values()), strict=True):
+            found[at] = seconds
         return found
 
     return best_order(blocks_of(trace), predict)

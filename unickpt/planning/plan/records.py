@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-import numpy as np
-
 from unickpt.planning.plan.layers import RankLayers
 from unickpt.planning.plan.links import LinkCosts, link_costs
-from unickpt.planning.replay.alike import pieces_of
+from unickpt.planning.replay.alike import pieces_of, work_of_ranks
 from unickpt.planning.replay.graph import graph_of
 from unickpt.planning.replay.trace import Trace, window_of
 
@@ -43,11 +41,8 @@ def recorded(trace: Trace, ranks: Sequence[RankLayers]) -> Recorded:
     Raises:
         FormatError: no step is known on all ranks.
     """
-    window = window_of(trace)
-    graph = graph_of(window)
-    pieces = pieces_of(graph)
-    work = np.bincount(pieces.rank, pieces.work_ns, minlength=len(trace.ranks)) * 1e-9 / len(window.steps)
-    own = dict(zip(trace.ranks.tolist(), work.tolist(), strict=True))
+    graph = graph_of(window_of(trace))
+    own = work_of_ranks(graph, pieces_of(graph))
     rest = [own[each.rank] / each.microbatches - each.layers_s for each in ranks if each.rank in own and each.microbatches > 0]
     sizes = [len(group.members) for group in trace.groups if _TENSOR.match(group.label)]
     return Recorded(link_costs(graph), max(median(rest), 0.0) if rest else 0.0, max(sizes, default=1))

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unickpt.base.arrays import Floats, Ints
+from unickpt.base.arrays import Floats, Ints, row_numbers
+from unickpt.diagnosis.detectors.medians import medians_of_others
 from unickpt.diagnosis.recording.records import Op
 from unickpt.planning.replay.graph import CALLED, STEP_ENDS, Graph
 from unickpt.planning.replay.trace import Trace
@@ -67,6 +68,13 @@ def pieces_of(graph: Graph) -> OwnTimes:
     return OwnTimes(of_event, rank, step, own, pauses, role, place, ends)
 
 
+def work_of_ranks(graph: Graph, pieces: OwnTimes) -> dict[int, float]:
+    """Return the seconds of a step that each global rank computes."""
+    ranks, steps = graph.window.trace.ranks, len(graph.window.steps)
+    work = np.bincount(pieces.rank, pieces.work_ns, minlength=len(ranks)) * 1e-9 / steps
+    return dict(zip(ranks.tolist(), work.tolist(), strict=True))
+
+
 def stages_of(trace: Trace) -> Ints:
     """Return int64 ``[ranks]``: pipeline stage of each rank; 0 where it has none."""
     return np.array([place.get(_STAGE, 0) for place in trace.places], np.int64)
@@ -88,9 +96,7 @@ def _roles(graph: Graph, ends: Ints, first: Ints, lengths: Ints, place: Ints) ->
     ranks = events.rank[ends[first]]
     step = np.cumsum(np.append(0, np.diff(ranks) != 0))  # of the rows, only to name them
     number = np.arange(len(first)) - np.flatnonzero(np.append(True, np.diff(ranks) != 0))[step]
-    names = np.stack([sums.view(np.int64), lengths, stages_of(trace)[ranks], number], axis=1)
-    role = np.unique(names, axis=0, return_inverse=True)[1].reshape(-1)
-    return np.repeat(role, lengths)
+    return np.repeat(row_numbers(sums.view(np.int64), lengths, stages_of(trace)[ranks], number), lengths)
 
 
 def _paused(trace: Trace, op: int, graph: Graph, ends: Ints) -> Floats:
@@ -120,7 +126,7 @@ def like_others(pieces: OwnTimes, values: Floats, *, without: Ints | None = None
     for rows in _by_role(pieces):
         table = values[rows]
         if without is None:
-            out[rows] = _median_of_others(table)
+            out[rows] = medians_of_others(table)
             continue
         party = without[pieces.rank[rows[:, 0]]]
         for each in np.unique(party).tolist():
@@ -150,18 +156,3 @@ def _by_role(pieces: OwnTimes) -> list[Ints]:
         members = int((pieces.place[order[lo:hi]] == 0).sum())
         found.append(order[lo:hi].reshape(members, -1))
     return found
-
-
-def _median_of_others(table: Floats) -> Floats:
-    """Return float64 ``[n, m]``: median of each column without the row itself; NaN for one row."""
-    count = len(table)
-    if count < 2:
-        return np.full(table.shape, np.nan)
-    order = np.argsort(table, axis=0, kind="stable")
-    ranked = np.take_along_axis(table, order, axis=0)
-    place = np.argsort(order, axis=0, kind="stable")
-    low, high = (count - 2) // 2, (count - 1) // 2
-    found: Floats = np.zeros(table.shape)
-    for at in (low, high):
-        found += np.where(place > at, ranked[at], ranked[at + 1])
-    return found / 2

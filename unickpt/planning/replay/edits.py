@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from unickpt.base.arrays import Floats, Ints
+from unickpt.base.arrays import Floats, Ints, row_numbers
+from unickpt.diagnosis.detectors.medians import grouped_quantiles
 from unickpt.diagnosis.recording.records import Op
 from unickpt.planning.replay.alike import OwnTimes, like_all, like_others, stages_of
 from unickpt.planning.replay.graph import CALLED, RETURNS, Graph
@@ -100,7 +101,7 @@ def constant_times(graph: Graph, took_ns: Floats) -> Floats:
         points = first[line[first] == each]
         if len(points) < 2 or np.ptp(size[points]) == 0:
             continue
-        slope, constant = np.polyfit(size[points], median[kind[points]], 1)
+        slope, constant = np.polyfit(size[points], median[points], 1)
         if slope > 0:  # otherwise the size does not explain the durations
             found[line == each] = max(float(constant), 0.0)
     return found
@@ -161,9 +162,7 @@ def class_of_transfers(graph: Graph, *, sizes: bool = True) -> Ints:
     kind = np.array([labels.setdefault((g.label, len(g.members)), len(labels)) for g in trace.groups] or [0], np.int64)
     operation = operations_of_transfers(graph)
     size = np.where((call["op"] == Op.ALL_TO_ALL) | (not sizes), 0, call["bytes"])
-    names = np.stack([operation, kind[call["comm"]], size], axis=1)
-    found: Ints = np.unique(names, axis=0, return_inverse=True)[1].reshape(-1)
-    return found
+    return row_numbers(operation, kind[call["comm"]], size)
 
 
 def operations_of_transfers(graph: Graph) -> Ints:
@@ -176,42 +175,47 @@ def operations_of_transfers(graph: Graph) -> Ints:
 def parties_of_transfers(graph: Graph) -> Ints:
     """Return int64 ``[transfers]``: communicator, or pair of ranks in any direction, that carries each transfer."""
     call = graph.window.trace.calls[graph.transfers.call]
-    pair = np.sort(np.stack([call["source"], call["destination"]], axis=1), axis=1).astype(np.int64)
-    alone = np.where(pair[:, :1] < 0, call["comm"].astype(np.int64)[:, None], -1)
-    found: Ints = np.unique(np.concatenate([pair, alone], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
-    return found
+    pair = np.sort(np.stack([call["source"], call["destination"]], axis=1), axis=1)
+    return row_numbers(*pair.T, np.where(pair[:, 0] < 0, call["comm"], -1))
 
 
 def like_class(graph: Graph, took_ns: Floats) -> Floats:
     """Return float64 ``[transfers]``: median duration of the class of each transfer."""
-    kind = class_of_transfers(graph)
-    return _medians(kind, took_ns)[kind]
+    return _medians(class_of_transfers(graph), took_ns)
 
 
 def typical(now: Durations, graph: Graph, pieces: OwnTimes) -> Durations:
     """Every step has the same durations: medians over the steps of the window in which a rank makes as many calls."""
     steps = len(graph.window.steps)
     row = pieces.rank * steps + pieces.step
-    length = np.bincount(row)[row]
-    names = np.stack([pieces.rank, length, pieces.place], axis=1)
-    key: Ints = np.unique(names, axis=0, return_inverse=True)[1].reshape(-1)
+    key = row_numbers(pieces.rank, np.bincount(row)[row], pieces.place)
     made = np.flatnonzero(graph.events.kind == CALLED)
     event = np.empty(len(graph.window.trace.calls), np.int64)
     event[graph.events.call[made]] = made
     of_transfer = key[pieces.of_event[event[graph.transfers.call]]]  # by the place of one of its calls
-    own = with_own_times(now, pieces, _medians(key, pieces.own_ns)[key])
-    return replace(own, took_ns=_medians(of_transfer, now.took_ns)[of_transfer] if len(of_transfer) else now.took_ns)
+    own = with_own_times(now, pieces, _medians(key, pieces.own_ns))
+    return replace(own, took_ns=_medians(of_transfer, now.took_ns))
 
 
 def _medians(keys: Ints, values: Floats) -> Floats:
-    """Return float64 ``[keys]``: median of the values of each key, from 0; 0 without a value."""
-    order = np.lexsort((values, keys))
-    starts = np.searchsorted(keys[order], np.arange(int(keys.max(initial=-1)) + 2))
-    last = max(len(order) - 1, 0)
-    low = np.minimum((starts[:-1] + starts[1:] - 1) // 2, last)
-    high = np.minimum((starts[:-1] + starts[1:]) // 2, last)
-    found: Floats = np.where(starts[1:] > starts[:-1], (values[order][low] + values[order][high]) / 2, 0.0)
-    return found
+    """Return float64 ``[n]``: median of the values with the same key, for each of the keys ``[n]``."""
+    known, (found,), _ = grouped_quantiles(keys, values)
+    return found[np.searchsorted(known, keys)]
+
+
+def transfers_of_link(graph: Graph, pair: tuple[int, int]) -> Ints:
+    """Return the transfers between two global ranks, in both directions."""
+    call = graph.window.trace.calls[graph.transfers.call]
+    ends = np.sort(np.stack([call["source"], call["destination"]], axis=1), axis=1)
+    return np.flatnonzero((ends == np.sort(pair)).all(axis=1))
+
+
+def with_link_like_others(now: Durations, graph: Graph, pair: tuple[int, int]) -> Durations | None:
+    """The transfers between two global ranks are like others of their class; None without transfers, or without others."""
+    here = transfers_of_link(graph, pair)
+    parties, kinds = parties_of_transfers(graph), class_of_transfers(graph)
+    took = like_other_parties(now.took_ns, int(parties[here[0]]), parties, kinds) if len(here) else None
+    return None if took is None else replace(now, took_ns=took)
 
 
 def like_other_parties(took_ns: Floats, party: int, parties: Ints, kinds: Ints) -> Floats | None:

@@ -9,11 +9,9 @@ import numpy as np
 from unickpt.base.errors import FormatError
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
 from unickpt.planning.replay import edits
-from unickpt.planning.replay.alike import pieces_of
-from unickpt.planning.replay.graph import graph_of
-from unickpt.planning.replay.schedule import columns, schedule_of, simulate, step_times
+from unickpt.planning.replay.model import model_of
 from unickpt.planning.replay.sources import trace_of_snapshot
-from unickpt.planning.replay.trace import Trace, window_of
+from unickpt.planning.replay.trace import Trace
 
 
 def gain_without(trace: Trace, ranks: Sequence[int], link: tuple[int, int] | None = None) -> float:
@@ -29,27 +27,19 @@ def gain_without(trace: Trace, ranks: Sequence[int], link: tuple[int, int] | Non
     Raises:
         FormatError: no step is known on all ranks, or there is nothing to compare with.
     """
-    graph = graph_of(window_of(trace))
-    pieces, now = pieces_of(graph), edits.measured(graph)
+    model = model_of(trace)
+    graph, now = model.graph, model.now
     if link is None:
         places = np.flatnonzero(np.isin(trace.ranks, list(ranks)))
         if not len(places):
             raise FormatError(f"ranks {', '.join(map(str, ranks))} have no records")
-        changed = edits.with_ranks(now, pieces, edits.others_own_times(graph, pieces), places)
+        changed = edits.with_ranks(now, model.pieces, edits.others_own_times(graph, model.pieces), places)
     else:
-        call = graph.window.trace.calls[graph.transfers.call]
-        ends = np.sort(np.stack([call["source"], call["destination"]], axis=1), axis=1)
-        here = np.flatnonzero((ends == np.sort(link)).all(axis=1))
-        parties, kinds = edits.parties_of_transfers(graph), edits.class_of_transfers(graph)
-        took = edits.like_other_parties(now.took_ns, int(parties[here[0]]), parties, kinds) if len(here) else None
-        if took is None:
+        alike = edits.with_link_like_others(now, graph, link)
+        if alike is None:
             raise FormatError(f"no other pair makes transfers like those of ranks {link[0]} and {link[1]}")
-        changed = edits.Durations(now.own_ns, took)
-    sets = (now, changed)
-    ends_ns = simulate(
-        graph, schedule_of(graph), columns([each.own_ns for each in sets]), columns([each.took_ns for each in sets])
-    )
-    whole, without = step_times(ends_ns, graph.window.begin_ns).mean(axis=0).tolist()
+        changed = alike
+    whole, without = model.means_s([now, changed])
     return min(max(1.0 - without / whole, 0.0), 1.0) if whole > 0 else 0.0
 
 

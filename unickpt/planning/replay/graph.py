@@ -24,7 +24,8 @@ from unickpt.diagnosis.recording.records import Op
 from unickpt.planning.replay.trace import Window
 
 CALLED, WAITS, RETURNS, STEP_ENDS = range(4)  # kinds of events
-_ROOTED = (int(Op.BROADCAST), int(Op.REDUCE), int(Op.GATHER), int(Op.SCATTER))
+ROOTED = (int(Op.BROADCAST), int(Op.REDUCE), int(Op.GATHER), int(Op.SCATTER))
+PAIRS = (int(Op.SEND), int(Op.RECEIVE))
 _NEVER = np.int64(1) << 62
 
 
@@ -153,7 +154,7 @@ def _transfers(window: Window) -> tuple[Ints, npt.NDArray[np.bool_], Ints, Ints,
     key[order] = np.cumsum(new) - 1
     keys = int(new.sum())
     at, end = calls["call_ns"], np.where(calls["end_ns"] > 0, calls["end_ns"], _NEVER)
-    rooted = np.isin(calls["op"], _ROOTED) & (calls["root"] >= 0)  # otherwise as if it needed all members
+    rooted = np.isin(calls["op"], ROOTED) & (calls["root"] >= 0)  # otherwise as if it needed all members
     is_root = rooted & (window.trace.ranks[calls["rank"]] == calls["root"])
     root = np.full(keys, -1, np.int64)
     root[key[is_root]] = np.flatnonzero(is_root)
@@ -201,7 +202,7 @@ def _durations(
     np.minimum.at(end, node_of_call[ended], calls["end_ns"][ended])
     end = np.where(end < _NEVER, np.maximum(end, ready), ready)
     ops = calls["op"][call]
-    queued = np.flatnonzero(~np.isin(ops, _ROOTED))
+    queued = np.flatnonzero(~np.isin(ops, ROOTED))
     of = calls[call[queued]]
     order = np.lexsort((of["seq"], alone[queued], of["destination"], of["source"], of["comm"]))
     queued, of = queued[order], of[order]

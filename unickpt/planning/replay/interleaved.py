@@ -10,15 +10,13 @@ from __future__ import annotations
 import numpy as np
 
 from unickpt.base.errors import FormatError
-from unickpt.diagnosis.recording.records import Op
 from unickpt.planning.replay.alike import stages_of
 from unickpt.planning.replay.edits import Durations
-from unickpt.planning.replay.graph import RETURNS, Graph
+from unickpt.planning.replay.graph import PAIRS, RETURNS, Graph
 from unickpt.planning.replay.microbatches import units_of
 from unickpt.planning.replay.programs import step_time
 
 FORWARD = 1 / 3  # of the computation of a microbatch: a backward computation has two products for each one of the forward
-_PAIRS = (int(Op.SEND), int(Op.RECEIVE))
 
 
 def interleaved_gain_s(graph: Graph, now: Durations, chunks: int) -> float:
@@ -43,7 +41,7 @@ def interleaved_gain_s(graph: Graph, now: Durations, chunks: int) -> float:
             f"{microbatches}"
         )
     longest = [float(computed[stages == stage].max()) for stage in range(count)]
-    pairs = np.isin(graph.window.trace.calls["op"][graph.transfers.call], _PAIRS) & ~graph.transfers.alone[graph.transfers.call]
+    pairs = np.isin(graph.window.trace.calls["op"][graph.transfers.call], PAIRS) & ~graph.transfers.alone[graph.transfers.call]
     send_s = float(np.median(now.took_ns[pairs])) * 1e-9
 
     def played(parts: int) -> float:
@@ -58,7 +56,7 @@ def _computation_s(graph: Graph, now: Durations) -> tuple[np.ndarray[tuple[int],
     """Return float64 ``[ranks]``: the computation of a microbatch on each rank, and the number of microbatches."""
     events, calls = graph.events, graph.window.trace.calls
     waited = events.kind == RETURNS
-    collective = waited & ~np.isin(calls["op"][np.where(waited, events.call, 0)], _PAIRS) if len(calls) else waited
+    collective = waited & ~np.isin(calls["op"][np.where(waited, events.call, 0)], PAIRS) if len(calls) else waited
     spent = now.own_ns + np.where(collective, now.took_ns[np.where(collective, events.transfer, 0)], 0.0)
     found: list[list[float]] = [[] for _ in graph.window.begin_ns]
     microbatches = 0

@@ -14,12 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from unickpt.base.arrays import Ints
+from unickpt.base.arrays import Ints, row_numbers
 from unickpt.base.errors import FormatError
-from unickpt.diagnosis.recording.records import Op
-from unickpt.planning.replay.graph import CALLED, RETURNS, STEP_ENDS, Events, Graph, Transfers
-
-_PAIRS = (int(Op.SEND), int(Op.RECEIVE))
+from unickpt.planning.replay.graph import CALLED, PAIRS, RETURNS, STEP_ENDS, Events, Graph, Transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +73,7 @@ def with_microbatches(graph: Graph, wanted: int) -> Graph:
 def _stages(graph: Graph) -> int:
     """Return the number of stages: the ranks of the longest chain that messages of pairs connect."""
     calls = graph.window.trace.calls
-    pairs = calls[np.isin(calls["op"], _PAIRS)]
+    pairs = calls[np.isin(calls["op"], PAIRS)]
     ends = np.unique(np.stack([pairs["source"], pairs["destination"]], axis=1), axis=0)
     ranks, at = np.unique(ends, return_inverse=True)
     of = np.arange(len(ranks))
@@ -134,8 +131,7 @@ def _labels(graph: Graph) -> Ints:
     names[:, 0], names[:, 1] = events.kind, _calls_back(events)
     for at, name in enumerate(("comm", "source", "destination", "op", "bytes"), start=2):
         names[inside, at] = calls[name][events.call[inside]]
-    found: Ints = np.unique(names, axis=0, return_inverse=True)[1].reshape(-1)
-    return found
+    return row_numbers(*names.T)
 
 
 def _units(graph: Graph, label: Ints, begin: int, end: int, rank: int) -> Units:
@@ -144,10 +140,10 @@ def _units(graph: Graph, label: Ints, begin: int, end: int, rank: int) -> Units:
     own = label[begin:end]
     at = np.flatnonzero(events.kind[begin:end] == CALLED)
     call = calls[events.call[begin:end][at]]
-    at, call = at[np.isin(call["op"], _PAIRS)], call[np.isin(call["op"], _PAIRS)]
+    at, call = at[np.isin(call["op"], PAIRS)], call[np.isin(call["op"], PAIRS)]
     if not len(at):
         raise FormatError(f"rank {rank} makes no point-to-point transfers: the job has no pipeline")
-    pair = np.unique(np.stack([call["source"], call["destination"]], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+    pair = row_numbers(call["source"], call["destination"])
     totals = np.bincount(pair)
     best: Units | None = None
     for length in np.unique(np.concatenate([np.diff(at[own[at] == each]) for each in np.unique(own[at])])).tolist():
@@ -191,8 +187,8 @@ def _of_events(graph: Graph, picked: Ints) -> Graph:
     source = events.call[picked[made]]  # row of the call that each new call repeats
     new = calls[source].copy()
     both = np.concatenate([new, calls])
-    queues = _numbers(both["comm"], both["source"], both["destination"])
-    by_rank = _numbers(both["rank"], queues)
+    queues = row_numbers(both["comm"], both["source"], both["destination"])
+    by_rank = row_numbers(both["rank"], queues)
     queue, order = queues[: len(new)], np.argsort(by_rank[: len(new)], kind="stable")
     firsts = np.flatnonzero(np.append(True, np.diff(by_rank[order]) != 0))
     lengths = np.diff(np.append(firsts, len(order)))
@@ -201,7 +197,7 @@ def _of_events(graph: Graph, picked: Ints) -> Graph:
     number = np.cumsum(made)
     call = np.where(kind == STEP_ENDS, events.call[picked], number - 1 - _calls_back(events)[picked])
 
-    key = _numbers(queue, new["seq"])
+    key = row_numbers(queue, new["seq"])
     alone = old.alone[source]
     keys = int(key.max(initial=-1)) + 1
     named = np.where(alone, keys + np.arange(len(key)), key)
@@ -212,7 +208,7 @@ def _of_events(graph: Graph, picked: Ints) -> Graph:
     of_node[node] = np.arange(len(node))
 
     need, needed = _needs(graph, new, source, key, node)
-    before = _before(graph, new, source, of_node, _numbers(queue, alone))
+    before = _before(graph, new, source, of_node, row_numbers(queue, alone))
     row = np.flatnonzero(made)
     transfer = np.where(kind == RETURNS, node[np.where(kind == RETURNS, call, 0)] if nodes else -1, -1)
     window = replace(graph.window, trace=replace(graph.window.trace, calls=new))
@@ -240,13 +236,6 @@ def _check_members(seq: Ints, queue: Ints, by_rank: Ints, new: int) -> None:
         raise FormatError("members of a communicator make different numbers of its calls for one microbatch")
 
 
-def _numbers(*columns: npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.bool_]) -> Ints:
-    """Return the same number for equal rows, from 0, in ascending order of the rows."""
-    rows = np.stack([column.astype(np.int64) for column in columns], axis=1)
-    found: Ints = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
-    return found
-
-
 def _needs(graph: Graph, new: npt.NDArray[np.void], source: Ints, key: Ints, node: Ints) -> tuple[Ints, Ints]:
     """Return the transfers that need a call, ascending, and the new calls that they need."""
     old, calls = graph.transfers, graph.window.trace.calls
@@ -270,7 +259,7 @@ def _before(graph: Graph, new: npt.NDArray[np.void], source: Ints, of_node: Ints
     """Return the transfer before each one in its queue; -1 for none, and where the one that it repeats ran beside it."""
     old, calls = graph.transfers, graph.window.trace.calls
     first_calls = calls[old.call]
-    of = _numbers(first_calls["comm"], first_calls["source"], first_calls["destination"], old.alone[old.call])
+    of = row_numbers(first_calls["comm"], first_calls["source"], first_calls["destination"], old.alone[old.call])
     least = np.full(int(of.max(initial=-1)) + 1, np.int64(1) << 62)
     np.minimum.at(least, of, first_calls["seq"])
     beside = (old.before < 0) & (first_calls["seq"] > least[of])  # also for calls with a root, which have no queue

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from unickpt.base.arrays import Floats, Ints
+from unickpt.base.arrays import Floats, Ints, row_numbers
 from unickpt.base.errors import FormatError
 from unickpt.planning.replay.alike import OwnTimes, like_all
 from unickpt.planning.replay.edits import Durations, operations_of_transfers, parties_of_transfers, with_own_times
@@ -30,9 +30,8 @@ def with_order(now: Durations, graph: Graph, pieces: OwnTimes, order: Ints) -> D
     Raises:
         FormatError: no such transfer was measured.
     """
-    own, like = (
-        np.bincount(pieces.rank, each, minlength=len(order)) for each in (pieces.own_ns, like_all(pieces, pieces.own_ns))
-    )
+    both = (pieces.own_ns, like_all(pieces, pieces.own_ns))
+    own, like = (np.bincount(pieces.rank, each, minlength=len(order)) for each in both)
     speed = np.where((own > 0) & (like > 0), own / np.where(like > 0, like, 1.0), 1.0)
     moved = with_own_times(now, pieces, pieces.own_ns * (speed[order] / speed)[pieces.rank])
     return replace(moved, took_ns=_transfers_at(now.took_ns, graph, order))
@@ -47,8 +46,7 @@ def _transfers_at(took_ns: Floats, graph: Graph, order: Ints) -> Floats:
     first = np.unique(party, return_index=True)[1].tolist()
     places = [_members(trace, call[at]) for at in first]
     wanted = [tuple(sorted(order[list(each)].tolist())) for each in places]
-    names = np.stack([operation, call["bytes"], np.array([len(each) for each in places])[party]], axis=1)
-    kind: Ints = np.unique(names, axis=0, return_inverse=True)[1].reshape(-1)
+    kind = row_numbers(operation, call["bytes"], np.array([len(each) for each in places])[party])
     out = took_ns.copy()
     for at, (old, new) in enumerate(zip(places, wanted, strict=True)):
         if old == new:

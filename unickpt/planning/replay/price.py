@@ -7,7 +7,7 @@ change that would make the job slower has the price 0.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,16 +17,16 @@ from unickpt.base.arrays import Floats, Ints
 from unickpt.base.errors import FormatError
 from unickpt.diagnosis.recording.records import Op
 from unickpt.planning.replay import edits
-from unickpt.planning.replay.alike import PAUSES, OwnTimes, like_all, like_others, pieces_of, stages_of
+from unickpt.planning.replay.alike import PAUSES, like_all, like_others, stages_of
 from unickpt.planning.replay.edits import Durations
-from unickpt.planning.replay.graph import Graph, graph_of
+from unickpt.planning.replay.graph import Graph
 from unickpt.planning.replay.interleaved import interleaved_gain_s
 from unickpt.planning.replay.microbatches import microbatches_of, with_microbatches
+from unickpt.planning.replay.model import ReplayModel, model_of
 from unickpt.planning.replay.order import with_order
-from unickpt.planning.replay.schedule import Levels, columns, schedule_of, simulate, step_times
-from unickpt.planning.replay.trace import Trace, window_of
+from unickpt.planning.replay.schedule import schedule_of
+from unickpt.planning.replay.trace import Trace
 
-MOST_ELEMENTS = 1 << 24  # events times sets of durations that are replayed together
 MOST_PRICED = 64  # ranks, hosts, links and groups; those with the largest excess. The others have the price 0
 MOST_ROWS = 100  # of the table in the report
 SMALLEST = 0.001  # smallest price that is shown, of a step
@@ -149,32 +149,6 @@ class Questions:
     orders: tuple[tuple[int, ...], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    graph: Graph
-    schedule: Levels
-    pieces: OwnTimes
-    now: Durations
-    others_ns: Floats = field(repr=False)
-
-    def means_s(self, changes: Iterable[Durations]) -> Iterator[float]:
-        """Yield the mean step time of each set of durations; several are replayed together."""
-        batch: list[Durations] = []
-        most = max(1, MOST_ELEMENTS // max(len(self.graph.events.rank), 1))
-        for change in changes:
-            batch.append(change)
-            if len(batch) == most:
-                yield from self.steps_s(batch).mean(axis=0).tolist()
-                batch = []
-        if batch:
-            yield from self.steps_s(batch).mean(axis=0).tolist()
-
-    def steps_s(self, sets: list[Durations]) -> Floats:
-        """Return float64 ``[steps, sets]``: step times."""
-        own, took = columns([each.own_ns for each in sets]), columns([each.took_ns for each in sets])
-        return step_times(simulate(self.graph, self.schedule, own, took), self.graph.window.begin_ns) * _NS
-
-
 def analyse(trace: Trace, steps: tuple[int, int] | None = None, questions: Questions | None = None) -> WhatIf:
     """Replay a window of a job and price its parts.
 
@@ -186,10 +160,9 @@ def analyse(trace: Trace, steps: tuple[int, int] | None = None, questions: Quest
     Raises:
         FormatError: no step is known on all ranks, the records contradict each other, or a question names an unknown rank.
     """
-    window = window_of(trace, steps)
-    graph = graph_of(window)
-    pieces = pieces_of(graph)
-    model = _Model(graph, schedule_of(graph), pieces, edits.measured(graph), edits.others_own_times(graph, pieces))
+    model = model_of(trace, steps)
+    graph, pieces, window = model.graph, model.pieces, model.graph.window
+    others_ns = edits.others_own_times(graph, pieces)
     ranks = window.trace.ranks
     bare = edits.without_delays(model.now, graph)
     table = model.steps_s([model.now, bare, edits.ideal(model.now, graph, pieces), edits.typical(model.now, graph, pieces)])
@@ -198,28 +171,29 @@ def analyse(trace: Trace, steps: tuple[int, int] | None = None, questions: Quest
     error_s = max(abs(step_s - whole), abs(step_s - undelayed), trace.clock_error_ns * _NS)
     ideal_s = step_s - (whole - ideal_s)
 
-    def priced(changes: Mapping[Any, Durations] | Iterable[tuple[Any, Durations]]) -> dict[Any, float]:
+    def priced(changes: Iterable[tuple[Any, Durations]]) -> dict[Any, float]:
         names: list[Any] = []
 
         def each() -> Iterator[Durations]:
-            for name, change in changes.items() if isinstance(changes, Mapping) else changes:
+            for name, change in changes:
                 names.append(name)
                 yield change
 
         found = list(model.means_s(each()))
         return {name: max(whole - seconds, 0.0) for name, seconds in zip(names, found, strict=True)}
 
-    by_rank = {int(rank): 0.0 for rank in ranks} | priced(_each_rank(model))
+    by_rank = {int(rank): 0.0 for rank in ranks} | priced(_each_rank(model, others_ns))
     peers = edits.has_peers(pieces, len(ranks))
     measured_steps = np.diff(window.ends_ns, axis=1, prepend=window.begin_ns[:, None]).mean(axis=0) * _NS
-    asked = list(_asked(model, questions or Questions()))
+    asked = list(_asked(model, others_ns, questions or Questions()))
     answered = list(zip((text for text, _ in asked), model.means_s(change for _, change in asked), strict=True))
     answered += _other_graphs(model, questions or Questions())
     return WhatIf(
         (int(window.steps[0]), int(window.steps[-1])), len(ranks), step_s, whole, undelayed, typical_s, error_s, ideal_s,
         step_s / ideal_s, by_rank, tuple(int(rank) for rank, has in zip(ranks, peers, strict=True) if not has),
-        priced(_each_host(model)), _by_stage(model), priced(_each_link(model)), priced(_each_group(model)),
-        priced(_each_cause(model)), priced(_each_kind(model)), priced(_each_operation(model)),
+        priced(_each_host(model)), _by_stage(model), priced(_each_party(model, pairs=True)),
+        priced(_each_party(model, pairs=False)), priced(_each_cause(model)), priced(_each_kind(model)),
+        priced(_each_operation(model)),
         tuple(measured_steps.tolist()), tuple(table[:, 0].tolist()),
         tuple(
             Prediction(question, step_s - (whole - seconds), whole - seconds, error_s * max(seconds / whole, 1.0))
@@ -233,14 +207,14 @@ def _most(excess: npt.NDArray[Any]) -> list[int]:
     return sorted(np.argsort(-excess, kind="stable")[:MOST_PRICED].tolist())
 
 
-def _each_rank(model: _Model) -> Iterator[tuple[int, Durations]]:
+def _each_rank(model: ReplayModel, others_ns: Floats) -> Iterator[tuple[int, Durations]]:
     pieces, ranks = model.pieces, model.graph.window.trace.ranks
-    excess = np.bincount(pieces.rank, np.nan_to_num(np.maximum(pieces.own_ns - model.others_ns, 0.0)), minlength=len(ranks))
+    excess = np.bincount(pieces.rank, np.nan_to_num(np.maximum(pieces.own_ns - others_ns, 0.0)), minlength=len(ranks))
     for at in _most(excess):
-        yield int(ranks[at]), edits.with_ranks(model.now, pieces, model.others_ns, np.array([at]))
+        yield int(ranks[at]), edits.with_ranks(model.now, pieces, others_ns, np.array([at]))
 
 
-def _each_host(model: _Model) -> Iterator[tuple[str, Durations]]:
+def _each_host(model: ReplayModel) -> Iterator[tuple[str, Durations]]:
     names, party = np.unique(model.graph.window.trace.hosts, return_inverse=True)
     if len(names) < 2:
         return
@@ -251,7 +225,7 @@ def _each_host(model: _Model) -> Iterator[tuple[str, Durations]]:
         yield str(names[at]), edits.with_ranks(model.now, pieces, wanted, np.flatnonzero(party == at))
 
 
-def _by_stage(model: _Model) -> dict[int, float]:
+def _by_stage(model: ReplayModel) -> dict[int, float]:
     """Return the price of each pipeline stage of an uneven partition. Slow ranks and pauses are not part of it."""
     stages = np.unique(stages_of(model.graph.window.trace)).tolist()
     if len(stages) < 2:
@@ -262,15 +236,7 @@ def _by_stage(model: _Model) -> dict[int, float]:
     return {stage: max(even - seconds, 0.0) for stage, seconds in zip(stages, found, strict=True)}
 
 
-def _each_link(model: _Model) -> Iterator[tuple[str, Durations]]:
-    yield from _each_party(model, pairs=True)
-
-
-def _each_group(model: _Model) -> Iterator[tuple[str, Durations]]:
-    yield from _each_party(model, pairs=False)
-
-
-def _each_party(model: _Model, *, pairs: bool) -> Iterator[tuple[str, Durations]]:
+def _each_party(model: ReplayModel, *, pairs: bool) -> Iterator[tuple[str, Durations]]:
     """Yield pairs of ranks, or communicators, with their transfers like those of others of their class."""
     graph = model.graph
     if not len(graph.transfers.call):
@@ -297,7 +263,7 @@ def _party_name(trace: Trace, call: Any, *, pairs: bool) -> str:
     return f"{group.label}[{members}]"
 
 
-def _each_cause(model: _Model) -> Iterator[tuple[str, Durations]]:
+def _each_cause(model: ReplayModel) -> Iterator[tuple[str, Durations]]:
     now, pieces, graph = model.now, model.pieces, model.graph
     for kind in PAUSES:
         if pieces.pauses_ns[kind].any():
@@ -309,12 +275,12 @@ def _each_cause(model: _Model) -> Iterator[tuple[str, Durations]]:
     yield "hosts late after a transfer", edits.without_delays(now, graph)
 
 
-def _each_kind(model: _Model) -> Iterator[tuple[str, Durations]]:
+def _each_kind(model: ReplayModel) -> Iterator[tuple[str, Durations]]:
     for label, transfers in _by_label(model.graph).items():
         yield label, edits.without_time(model.now, transfers)
 
 
-def _each_operation(model: _Model) -> Iterator[tuple[str, Durations]]:
+def _each_operation(model: ReplayModel) -> Iterator[tuple[str, Durations]]:
     """Yield the operations and sizes of each kind of group that has several, without their time."""
     graph = model.graph
     if not len(graph.transfers.call):
@@ -343,7 +309,7 @@ def _by_label(graph: Graph) -> dict[str, Ints]:
     return {str(label): np.flatnonzero(labels == label) for label in np.unique(labels)}
 
 
-def _asked(model: _Model, questions: Questions) -> Iterator[tuple[str, Durations]]:
+def _asked(model: ReplayModel, others_ns: Floats, questions: Questions) -> Iterator[tuple[str, Durations]]:
     trace, now, pieces = model.graph.window.trace, model.now, model.pieces
 
     def place(rank: int) -> Any:
@@ -355,22 +321,21 @@ def _asked(model: _Model, questions: Questions) -> Iterator[tuple[str, Durations
     for rank in questions.without_ranks:
         yield f"without rank {rank}", edits.with_ranks(now, pieces, np.zeros(len(pieces.rank)), place(rank))
     for rank in questions.like_peers:
-        yield f"rank {rank} like its peers", edits.with_ranks(now, pieces, model.others_ns, place(rank))
-    kinds, parties = edits.class_of_transfers(model.graph), edits.parties_of_transfers(model.graph)
+        yield f"rank {rank} like its peers", edits.with_ranks(now, pieces, others_ns, place(rank))
     for pair in questions.links:
-        here = _of_link(model.graph, pair)
-        took = edits.like_other_parties(now.took_ns, int(parties[here[0]]), parties, kinds) if len(here) else None
-        if took is None:
-            known = "no other pair makes transfers of this size" if len(here) else "the ranks make no point-to-point transfers"
+        changed = edits.with_link_like_others(now, model.graph, pair)
+        if changed is None:
+            there = len(edits.transfers_of_link(model.graph, pair)) > 0
+            known = "no other pair makes transfers of this size" if there else "the ranks make no point-to-point transfers"
             raise FormatError(f"link {pair[0]}-{pair[1]}: {known}, so there is nothing to compare it with")
-        yield f"link {pair[0]}-{pair[1]} like its class", Durations(now.own_ns, took)
+        yield f"link {pair[0]}-{pair[1]} like its class", changed
     for label in questions.hidden:
         yield f"{label} hidden behind computation", edits.without_time(now, _of_kind(model.graph, label))
     for name, factor in questions.speeds:
         if isinstance(name, str):
             text, here = name, _of_kind(model.graph, name)
         else:
-            text, here = f"link {name[0]}-{name[1]}", _of_link(model.graph, name)
+            text, here = f"link {name[0]}-{name[1]}", edits.transfers_of_link(model.graph, name)
             if not len(here):
                 raise FormatError(f"{text}: the ranks make no point-to-point transfers")
         yield f"{text} at {factor:g} times its speed", edits.with_speed(now, model.graph, here, factor)
@@ -381,7 +346,7 @@ def _asked(model: _Model, questions: Questions) -> Iterator[tuple[str, Durations
         yield f"order {','.join(map(str, order))}", with_order(now, model.graph, pieces, places)
 
 
-def _other_graphs(model: _Model, questions: Questions) -> Iterator[tuple[str, float]]:
+def _other_graphs(model: ReplayModel, questions: Questions) -> Iterator[tuple[str, float]]:
     """Yield the changes that need another graph, with the mean step time."""
     for count in questions.microbatches:
         graph = with_microbatches(model.graph, count)
@@ -391,13 +356,6 @@ def _other_graphs(model: _Model, questions: Questions) -> Iterator[tuple[str, fl
     whole = float(model.steps_s([model.now]).mean())
     for count in questions.chunks:
         yield f"{count} chunks of each stage, interleaved", whole - interleaved_gain_s(model.graph, model.now, count)
-
-
-def _of_link(graph: Graph, pair: tuple[int, int]) -> Ints:
-    """Return the transfers between two ranks, in both directions."""
-    call = graph.window.trace.calls[graph.transfers.call]
-    ends = np.sort(np.stack([call["source"], call["destination"]], axis=1), axis=1)
-    return np.flatnonzero((ends == np.sort(pair)).all(axis=1))
 
 
 def _of_kind(graph: Graph, label: str) -> Ints:

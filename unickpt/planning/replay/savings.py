@@ -8,11 +8,9 @@ import numpy as np
 
 from unickpt.base.errors import FormatError
 from unickpt.planning.replay import edits
-from unickpt.planning.replay.alike import pieces_of
-from unickpt.planning.replay.graph import graph_of
-from unickpt.planning.replay.price import MOST_ELEMENTS
-from unickpt.planning.replay.schedule import columns, schedule_of, simulate, step_times
-from unickpt.planning.replay.trace import Trace, window_of
+from unickpt.planning.replay.alike import work_of_ranks
+from unickpt.planning.replay.model import model_of
+from unickpt.planning.replay.trace import Trace
 
 _NS = 1e-9
 
@@ -34,15 +32,10 @@ class SavedTimes:
     """
 
     def __init__(self, trace: Trace, steps: tuple[int, int] | None = None) -> None:
-        window = window_of(trace, steps)
-        self._graph = graph_of(window)
-        self._schedule, self._pieces = schedule_of(self._graph), pieces_of(self._graph)
-        self._now = edits.measured(self._graph)
-        self._ranks = trace.ranks
-        work = np.bincount(self._pieces.rank, self._pieces.work_ns, minlength=len(trace.ranks)) * _NS / len(window.steps)
-        self.work_s: Mapping[int, float] = dict(zip(trace.ranks.tolist(), work.tolist(), strict=True))
-        self.step_s = window.step_ns * _NS
-        self._replayed_s = self._means([self._now])[0]
+        self._model, self._ranks = model_of(trace, steps), trace.ranks
+        self.work_s: Mapping[int, float] = work_of_ranks(self._model.graph, self._model.pieces)
+        self.step_s = self._model.graph.window.step_ns * _NS
+        self._replayed_s = next(self._model.means_s([self._model.now]))
         self.error_s = max(abs(self.step_s - self._replayed_s), trace.clock_error_ns * _NS)
 
     def steps_s(self, saved: Sequence[Mapping[int, float]]) -> list[float]:
@@ -55,11 +48,7 @@ class SavedTimes:
         Raises:
             FormatError: a rank has no records.
         """
-        most = max(1, MOST_ELEMENTS // max(len(self._graph.events.rank), 1))
-        found: list[float] = []
-        for begin in range(0, len(saved), most):
-            found += self._means([self._changed(each) for each in saved[begin : begin + most]])
-        return [self.step_s - (self._replayed_s - each) for each in found]
+        return [self.step_s - (self._replayed_s - each) for each in self._model.means_s(map(self._changed, saved))]
 
     def _changed(self, saved: Mapping[int, float]) -> edits.Durations:
         shares = np.zeros(len(self._ranks))
@@ -67,11 +56,5 @@ class SavedTimes:
             if rank not in self.work_s:
                 raise FormatError(f"rank {rank} has no records here; the job has ranks {self._ranks[0]} to {self._ranks[-1]}")
             shares[np.searchsorted(self._ranks, rank)] = min(seconds / max(self.work_s[rank], _NS), 1.0)
-        pieces = self._pieces
-        return edits.with_own_times(self._now, pieces, pieces.own_ns - pieces.work_ns * shares[pieces.rank])
-
-    def _means(self, sets: list[edits.Durations]) -> list[float]:
-        own, took = columns([each.own_ns for each in sets]), columns([each.took_ns for each in sets])
-        ends = simulate(self._graph, self._schedule, own, took)
-        found: list[float] = (step_times(ends, self._graph.window.begin_ns).mean(axis=0) * _NS).tolist()
-        return found
+        pieces = self._model.pieces
+        return edits.with_own_times(self._model.now, pieces, pieces.own_ns - pieces.work_ns * shares[pieces.rank])

@@ -10,14 +10,14 @@ import numpy as np
 from unickpt.base.errors import FormatError
 from unickpt.diagnosis.agent.launch import ADDRESS, read_address
 from unickpt.diagnosis.agent.server import fetch
-from unickpt.diagnosis.recording.records import Flag, Op, Records, begins_ns, bytes_in, bytes_out
+from unickpt.diagnosis.recording.records import Flag, Op, Records
 from unickpt.diagnosis.reports.host_folders import read_hosts
 from unickpt.diagnosis.reports.job_records import JobRecords, RankRecords, coordinates, gather_records
-from unickpt.diagnosis.snapshot.snapshot import Snapshot
+from unickpt.diagnosis.snapshot.snapshot import Calls, Snapshot, calls_of
 from unickpt.diagnosis.snapshot.steps import StepRows, steps_of
+from unickpt.planning.replay.graph import ROOTED
 from unickpt.planning.replay.trace import CALL, MARK, PAUSE, CallTable, Trace, TraceGroup
 
-_ROOTED = (int(Op.BROADCAST), int(Op.REDUCE), int(Op.GATHER), int(Op.SCATTER))
 _PAUSES = (int(Op.DATA), int(Op.GARBAGE), int(Op.CHECKPOINT))
 
 
@@ -65,11 +65,8 @@ def trace_of_snapshot(snapshot: Snapshot) -> Trace:
         FormatError: the snapshot has no whole step of some rank.
     """
     ranks = np.array(sorted(snapshot.ranks), np.int64)
-    found = snapshot.calls
-    calls = np.zeros(len(found), CALL)
-    for name in ("comm", "source", "destination", "op", "seq", "bytes", "call_ns", "wait_ns", "end_ns"):
-        calls[name] = found[name]
-    calls["rank"], calls["root"] = np.searchsorted(ranks, found["rank"]), -1
+    calls = _of_snapshot(snapshot.calls)
+    calls["rank"], calls["root"] = np.searchsorted(ranks, snapshot.calls["rank"]), -1
     oldest = np.full(len(ranks), np.int64(1) << 62)
     np.minimum.at(oldest, calls["rank"], calls["call_ns"])
     at = np.searchsorted(ranks, snapshot.steps["rank"])
@@ -89,18 +86,16 @@ def trace_of_snapshot(snapshot: Snapshot) -> Trace:
 def _calls(at: int, rank: RankRecords) -> CallTable:
     chosen = rank.records["op"] <= Op.RECEIVE
     records = rank.records[chosen]
-    out = np.zeros(len(records), CALL)
-    out["rank"], out["comm"] = at, rank.group[chosen]
-    sends, receives = records["op"] == Op.SEND, records["op"] == Op.RECEIVE
-    out["source"] = np.where(sends, rank.number, np.where(receives, records["peer"], -1))
-    out["destination"] = np.where(receives, rank.number, np.where(sends, records["peer"], -1))
-    out["root"] = np.where(np.isin(records["op"], _ROOTED), records["peer"], -1)
-    for name in ("op", "seq"):
-        out[name] = records[name]
-    out["bytes"] = np.maximum(bytes_in(records), bytes_out(records))
-    out["call_ns"] = begins_ns(records) + rank.to_clock_ns
-    for name in ("wait_ns", "end_ns"):
-        out[name] = np.where(records[name] > 0, records[name] + rank.to_clock_ns, 0)
+    out = _of_snapshot(calls_of(rank.number, records, rank.group[chosen], rank.to_clock_ns))
+    out["rank"], out["root"] = at, np.where(np.isin(records["op"], ROOTED), records["peer"], -1)
+    return out
+
+
+def _of_snapshot(calls: Calls) -> CallTable:
+    """Return the calls without places of ranks, and without roots."""
+    out = np.zeros(len(calls), CALL)
+    for name in ("comm", "source", "destination", "op", "seq", "bytes", "call_ns", "wait_ns", "end_ns"):
+        out[name] = calls[name]
     return out
 
 

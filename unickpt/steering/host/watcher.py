@@ -18,21 +18,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from socket import AF_INET, AF_INET6, create_server, socket
+from socket import socket
 from typing import Any
 from urllib.parse import unquote
 
 from unickpt.base.errors import UnickptError
 from unickpt.base.left_workers import end_all, left_in
 from unickpt.base.limited_http import RateLimitedLog
-from unickpt.base.logs import printable
 from unickpt.diagnosis.agent.launch import write_address
-from unickpt.diagnosis.agent.loop import EVERY_S, FEWEST, PREFIX, RECORDS, Agent, Look, over, window
-from unickpt.diagnosis.agent.server import Collector, secret_of, serve
+from unickpt.diagnosis.agent.loop import EVERY_S, PREFIX, Agent, Look, RingLooks, notice, over, tell
+from unickpt.diagnosis.agent.server import Collector, answer_prometheus, secret_of, serve
 from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
-from unickpt.diagnosis.host.process_exits import ExitWatcher
-from unickpt.diagnosis.host.process_state import State
-from unickpt.diagnosis.recording.ring_folder import SessionNote, read_folder, read_note
+from unickpt.diagnosis.recording.ring_folder import SessionNote, read_note
 from unickpt.diagnosis.reports.verdict_text import render
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
 from unickpt.steering.host.gains import Gains, PredictGain
@@ -45,7 +42,6 @@ AWAITS_S = 0.2  # interval of looks for a round's first ring
 LAST_S = 0.7  # between the last looks at a round whose workers have failed
 AGENT_ENDS_S = 60.0  # that a handler needs to end after it has closed its end
 LINGERS_S = 30.0  # that the agent goes on without its handler while ranks live
-_ALL_LOOKS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +74,6 @@ def end_line(last_look: bool) -> bytes:
     return json.dumps({"end": last_look}).encode() + b"\n"
 
 
-def tell(line: str) -> None:
-    """Write a line to the training log, which is the standard error of this process."""
-    print(printable(line), file=sys.stderr, flush=True)
-
-
 class SlowTimes:
     """For how long ranks and links have been slow: their verdicts are about the newest steps alone."""
 
@@ -106,6 +97,10 @@ class RoundWatch:
         note: what its workers want.
         collector: snapshots of the other hosts, if this agent collects them.
         predict: what the job would gain without slow ranks.
+
+    Attributes:
+        rings: the rings, and the ends of the ranks.
+        over: whether all ranks of this host have ended.
     """
 
     def __init__(
@@ -114,10 +109,7 @@ class RoundWatch:
         self.assignment, self.folder = assignment, Path(note.folder)
         self._collector, key = collector, bytes.fromhex(assignment.key)
         self._agent = Agent(self.folder, tell, collector, lambda: assignment.hub, name=assignment.host, key=key, movement=True)
-        self._exits = ExitWatcher()
-        self._before: dict[int, int] = {}
-        self._numbers: dict[int, int] = {}
-        self._looks = 0
+        self.rings = RingLooks(self.folder)
         self._pause_ns = 0
         self._slow = SlowTimes()
         self._gains = Gains(predict)
@@ -129,18 +121,9 @@ class RoundWatch:
         Raises:
             UnickptError, OSError: there is no readable ring yet.
         """
-        last = RECORDS if self._looks % _ALL_LOOKS == 0 else max(window(self._before, self._numbers), FEWEST)
-        job = read_folder(self.folder, last=last)
-        self._looks += 1
-        self._exits.watch(
-            ring.identity.pid for rank, ring in job.ranks.items() if job.states[rank] not in (State.DEAD, State.UNKNOWN)
-        )
-        self._before, self._numbers = (
-            self._numbers,
-            {rank: int(ring.records["begun"].max(initial=0)) for rank, ring in job.ranks.items()},
-        )
+        job = self.rings.read()
         self.over = over(job)
-        found = self._agent.look(job, self._exits.known)
+        found = self._agent.look(job, self.rings.exits.known)
         if found is None or self._collector is None:
             return None
         self._pause_ns = max(self._pause_ns, found.longest_wait_ns)
@@ -149,14 +132,6 @@ class RoundWatch:
             hosts |= dict.fromkeys(snapshot.ranks, unquote(name))
         slow_s = self._slow.seconds(found.verdicts, time.monotonic())
         return report_of(self.assignment.epoch, found, hosts, self._pause_ns, slow_s, self._gains)
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep, but at most until a rank has ended."""
-        self._exits.sleep(seconds)
-
-    def close(self) -> None:
-        """Stop looking."""
-        self._exits.close()
 
 
 def report_of(
@@ -220,7 +195,7 @@ class Watcher:
         self._metrics_port = 0
         self._ending = threading.Thread(target=self._end_left_workers, daemon=True)
         self._failures = RateLimitedLog(tell, f"{PREFIX}looks at the rings that failed; the agent goes on")
-        serve(lambda: self._hub, listener, tell=lambda text: tell(f"{PREFIX}{text}"))
+        serve(lambda: self._hub, listener, tell=notice)
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -243,7 +218,7 @@ class Watcher:
                 if late or self._round is None or self._round.over:
                     return self._ending.join()
             if self._round is not None and wait_s >= EVERY_S:
-                self._round.sleep(wait_s)
+                self._round.rings.exits.sleep(wait_s)
             else:
                 self._take_lines(wait_s)
 
@@ -287,7 +262,7 @@ class Watcher:
                 self._report(self._round)
                 time.sleep(LAST_S)
                 self._report(self._round)
-            self._round.close()
+            self._round.rings.exits.close()
         self._round = self._assignment = None
         self._hub = (Collector(), "")
 
@@ -303,7 +278,9 @@ class Watcher:
             self._round = RoundWatch(assignment, note, self._hub[0] if assignment.is_hub else None, self._predict)
             if assignment.hub and assignment.is_hub:
                 write_address(self._round.folder, assignment.hub)
-                self._answer_prometheus(note)
+                if note.metrics_port and not self._metrics_port:  # answered as long as this process runs
+                    self._metrics_port = note.metrics_port
+                    answer_prometheus(lambda: self._hub, note.metrics_address, note.metrics_port, notice)
         self._report(self._round)
         return EVERY_S
 
@@ -312,19 +289,6 @@ class Watcher:
             report = watch.look()
             if report is not None:
                 print(json.dumps(report_as_json(report)), flush=True)
-
-    def _answer_prometheus(self, note: SessionNote) -> None:
-        """Serve ``/metrics`` without the secret, as long as this process runs."""
-        if not note.metrics_port or self._metrics_port:
-            return
-        self._metrics_port = note.metrics_port
-        try:
-            family = AF_INET6 if ":" in note.metrics_address else AF_INET
-            listener = create_server((note.metrics_address, note.metrics_port), family=family)
-        except (OSError, ValueError, OverflowError) as err:
-            tell(f"{PREFIX}Prometheus is not answered on {note.metrics_address} port {note.metrics_port}: {err}")
-            return
-        serve(lambda: self._hub, listener, open_metrics=True, tell=lambda text: tell(f"{PREFIX}{text}"))
 
 
 def _predicted(snapshot: Snapshot, ranks: Sequence[int], link: tuple[int, int] | None) -> float:

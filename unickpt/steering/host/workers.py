@@ -12,13 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from unickpt.base.left_workers import rank_in
-from unickpt.base.process_identity import environment_of
+from unickpt.base.process_identity import children_of, environment_of, stat_of
 from unickpt.base.round_folder import RUN_ID, Failed, note_ended, read_failure
 from unickpt.diagnosis.host.process_exits import ExitWatcher
 
 LOOK_S = 0.2  # interval of looks for workers that have ended
 FIRST_LOOK_S, FIRST_S = 0.02, 10.0  # interval of looks for workers that have begun, and for how long
-_OF_TORCHRUN = f"{RUN_ID}=".encode()
 SHORT_S = 30.0  # a worker that ends by itself in this time, without saying why, has not made a step
 
 
@@ -27,13 +26,7 @@ def kill_stopped_workers() -> list[int]:
 
     torchrun sends SIGTERM and waits for 30 s. A stopped process cannot react to it.
     """
-    killed = []
-    for pid in _children():
-        with contextlib.suppress(OSError):
-            if _state(pid) == "T" and _OF_TORCHRUN in Path(f"/proc/{pid}/environ").read_bytes():
-                os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
-    return killed
+    return _killed([pid for pid in children_of(os.getpid()) if _state(pid) == "T" and _is_worker(environment_of(pid))])
 
 
 def kill_workers_of_ranks(ranks: Collection[int]) -> list[int]:
@@ -41,14 +34,22 @@ def kill_workers_of_ranks(ranks: Collection[int]) -> list[int]:
 
     A rank that hangs may not react to SIGTERM: Python runs a handler only when the main thread returns to the interpreter.
     """
-    wanted = {f"RANK={rank}".encode() for rank in ranks}
+    found = {pid: environment_of(pid) for pid in (children_of(os.getpid()) if ranks else [])}
+    return _killed([pid for pid, variables in found.items() if rank_in(variables) in ranks and _is_worker(variables)])
+
+
+def _is_worker(variables: Collection[bytes]) -> bool:
+    """Return whether a process with this environment belongs to torchrun."""
+    return any(each.startswith(f"{RUN_ID}=".encode()) for each in variables)
+
+
+def _killed(pids: Collection[int]) -> list[int]:
+    """Kill processes, and return those that were there."""
     killed = []
-    for pid in _children() if wanted else []:
+    for pid in pids:
         with contextlib.suppress(OSError):
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if wanted.intersection(variables) and any(each.startswith(_OF_TORCHRUN) for each in variables):
-                os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
     return killed
 
 
@@ -90,7 +91,7 @@ class EndedWorkers:
         with self._lock:
             if self._closed.is_set():
                 return
-            alive = {pid for pid in _children() if _lives(pid)}
+            alive = {pid for pid in children_of(os.getpid()) if _state(pid) not in "ZX"}
             fresh = {pid: rank for pid in alive - self._ranks.keys() if (rank := _rank_of(pid, self._variables)) is not None}
             if fresh:
                 self._ranks |= fresh
@@ -150,21 +151,6 @@ def _rank_of(pid: int, wanted: frozenset[bytes]) -> int | None:
     return rank_in(variables) if wanted <= variables else None
 
 
-def _lives(pid: int) -> bool:
-    try:
-        return _state(pid) not in "ZX"
-    except OSError:
-        return False
-
-
-def _children() -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in Path("/proc/self/task").iterdir():
-            found += [int(pid) for pid in (task / "children").read_text().split()]
-    return found
-
-
 def _state(pid: int) -> str:
-    """Return the state letter of ``proc(5)``. The name before it may contain anything, so it is skipped by its last bracket."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    """Return the state letter of ``proc(5)``; ``X``, dead, for a process that does not exist."""
+    return (stat_of(pid) or ("X", 0))[0]

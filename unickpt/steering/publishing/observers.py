@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from unickpt.base.errors import ConfigError
-from unickpt.base.limited_http import ConnectionLimits, LimitedHandler, LimitedServer
+from unickpt.base.limited_http import ConnectionLimits, LimitedHandler, LimitedServer, listening_at
 from unickpt.base.logs import printable
 from unickpt.base.options.steering import SteeringOptions
 from unickpt.base.private_files import SHARED_MEMORY
@@ -86,8 +86,7 @@ def _metrics_server(chronicle: Chronicle, options: SteeringOptions) -> LimitedSe
 
     address, port = options.metrics_address, options.metrics_port
     try:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, port), family=family)
+        listener = listening_at(address, port)
     except (OSError, ValueError, OverflowError) as err:
         logger.warning("unickpt: steering: Prometheus is not answered on %s port %d: %s", printable(address), port, err)
         return None

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import ssl
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from socket import SHUT_RDWR, socket
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from unickpt.base.errors import ConfigError
+from unickpt.base.limited_http import exchange
 from unickpt.steering.policy.reports import HubReport
 from unickpt.steering.state.history import LONGEST_TEXT, HistoryEntry, Kind
 from unickpt.steering.state.membership import Ending
@@ -62,26 +60,13 @@ def post(url: SplitResult, body: bytes) -> None:
         if url.scheme == "https"
         else http.client.HTTPConnection(host, url.port, timeout=TIMEOUT_S)
     )
-    with contextlib.closing(connection):
-        connection.connect()
-        clock = threading.Timer(WHOLE_S, _end, [connection.sock])  # socket time-outs apply to single reads only
-        clock.daemon = True
-        clock.start()
-        try:
-            connection.request("POST", path, body, {"Content-Type": "application/json", "User-Agent": "unickpt"})
-            with connection.getresponse() as answer:
-                answer.read(_ANSWER)
-        except http.client.HTTPException as err:
-            raise ConnectionError(f"no web server answers ({type(err).__name__})") from err
-        finally:
-            clock.cancel()
-    if not 200 <= answer.status < 300:
-        raise ConnectionError(f"HTTP status {answer.status}" + (": redirects are not followed" if answer.status < 400 else ""))
-
-
-def _end(line: socket) -> None:
-    with contextlib.suppress(OSError):
-        line.shutdown(SHUT_RDWR)
+    headers = {"Content-Type": "application/json", "User-Agent": "unickpt"}
+    try:
+        status, _ = exchange(connection, "POST", path, body, headers, _ANSWER, WHOLE_S)
+    except http.client.HTTPException as err:
+        raise ConnectionError(f"no web server answers ({type(err).__name__})") from err
+    if not 200 <= status < 300:
+        raise ConnectionError(f"HTTP status {status}" + (": redirects are not followed" if status < 400 else ""))
 
 
 class Webhook:

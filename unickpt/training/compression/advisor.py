@@ -7,7 +7,7 @@ scheme it gives the step with fewer bytes and the time of the code added. A sche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +17,8 @@ from unickpt.base.errors import FormatError
 from unickpt.diagnosis.recording.records import Op
 from unickpt.planning.replay import edits
 from unickpt.planning.replay.edits import Durations
-from unickpt.planning.replay.graph import CALLED, Graph, graph_of
-from unickpt.planning.replay.schedule import Levels, columns, schedule_of, simulate, step_times
+from unickpt.planning.replay.graph import CALLED, Graph
+from unickpt.planning.replay.model import model_of
 from unickpt.planning.replay.trace import Trace, window_of
 
 NO = "none"
@@ -125,24 +125,25 @@ class BucketReplay:
         Raises:
             FormatError: no such step is known, or the reductions differ between steps.
         """
-        window = window_of(trace, steps)
-        if steps is None and len(window.steps) > STEPS:
-            window = window_of(trace, (int(window.steps[-STEPS]), int(window.steps[-1])))
+        known = window_of(trace, steps).steps
         self.candidates = candidates
-        self._graph: Graph = graph_of(window)
-        self._schedule: Levels = schedule_of(self._graph)
-        self._now = edits.measured(self._graph)
+        self._model = model_of(trace, (int(known[-STEPS:][0]), int(known[-1])) if steps is None else steps)
+        self._graph, self._now = self._model.graph, self._model.now
         self.transfers = _buckets(self._graph, label)
-        calls = window.trace.calls
+        calls = self._graph.window.trace.calls
         self.sizes = np.array([int(calls["bytes"][self._graph.transfers.call[each]].max()) for each in self.transfers])
         seen = self._seen()
         sizes = calls["bytes"][self._graph.transfers.call[seen]].astype(np.float64)
         self.link = LinkModel.fitted(sizes, self._now.took_ns[seen] / _NS)
         self._called = [self._events(each) for each in self.transfers]
 
+    def every(self) -> Ints:
+        """Return the transfers of all buckets."""
+        return np.concatenate([np.zeros(0, np.int64), *self.transfers])
+
     def _seen(self) -> Ints:
         """Return the transfers that a host waited for: the records do not have the end of the others. All if there are none."""
-        every = np.concatenate(self.transfers) if self.transfers else np.zeros(0, np.int64)
+        every = self.every()
         calls = self._graph.window.trace.calls
         waited = np.zeros(len(self._now.took_ns))
         np.maximum.at(waited, self._graph.transfers.of_call, (calls["end_ns"] - calls["wait_ns"]).astype(np.float64))
@@ -183,10 +184,7 @@ class BucketReplay:
 
     def steps_s(self, sets: Sequence[Durations]) -> Floats:
         """Return float64 ``[sets]``: mean step in seconds."""
-        own, took = columns([each.own_ns for each in sets]), columns([each.took_ns for each in sets])
-        ends = simulate(self._graph, self._schedule, own, took)
-        found: Floats = step_times(ends, self._graph.window.begin_ns).mean(axis=0) / _NS
-        return found
+        return np.array(list(self._model.means_s(sets)))
 
 
 def _buckets(graph: Graph, label: str) -> list[Ints]:
@@ -266,20 +264,3 @@ def _reason(scheme: str, exposed_s: float, gain_s: float, least_s: float) -> str
     if exposed_s <= least_s:
         return "its communication is hidden, or costs less than is worth a change"
     return "the code would take longer than the bytes that it saves"
-
-
-def measured_code_s(code: Callable[[], None], size_bytes: int, clock: Callable[[], float], repeats: int = 5) -> float:
-    """Return the seconds per byte of a function that codes and decodes ``size_bytes``: the median of some runs.
-
-    Args:
-        code: the function; on a device it waits for the result.
-        size_bytes: bytes of the gradients that it codes.
-        clock: returns seconds.
-        repeats: number of runs.
-    """
-    seconds = []
-    for _ in range(repeats):
-        begin = clock()
-        code()
-        seconds.append(clock() - begin)
-    return float(np.median(seconds)) / size_bytes

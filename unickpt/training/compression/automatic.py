@@ -7,9 +7,10 @@ are not considered: they send an element late, which limits the learning rate.
 from __future__ import annotations
 
 import math
-import time
+import timeit
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from unickpt.base.errors import ConfigError, FormatError
 from unickpt.diagnosis.recording.records import Op
 from unickpt.planning.replay import edits
 from unickpt.planning.replay.trace import Trace
-from unickpt.training.compression.advisor import LEAST_GAIN, BucketReplay, Candidate, measured_code_s
+from unickpt.training.compression.advisor import LEAST_GAIN, BucketReplay, Candidate
 from unickpt.training.compression.exchange import GradientExchange
 from unickpt.training.compression.settings import NONE, Compression
 from unickpt.training.compression.sizes import sent_bytes
@@ -91,8 +92,8 @@ def chosen(
     count = len(replay.transfers)
     large = replay.sizes >= 4 * max(settings.least_elements, 1)
     every = [[name if fits else NONE for fits in large] for name in candidates]
-    hidden = edits.without_time(replay.with_schemes([NONE] * count), _together(replay.transfers))
-    times = replay.steps_s([replay.with_schemes([NONE] * count), hidden, *map(replay.with_schemes, every)])
+    plain = replay.with_schemes([NONE] * count)
+    times = replay.steps_s([plain, edits.without_time(plain, replay.every()), *map(replay.with_schemes, every)])
     now, costs = float(times[0]), max(float(times[0] - times[1]), 0.0) / float(times[0])
     about = f"communication costs {costs:.1%} of a step"
     best = int(np.argmin(times[2:])) if candidates else -1
@@ -115,10 +116,6 @@ def _label(trace: Trace) -> str:
     if not any(sums.values()):
         raise FormatError("the records have no all-reduce")
     return max(sums, key=lambda label: sums[label])
-
-
-def _together(transfers: Sequence[Any]) -> Any:
-    return np.concatenate(transfers) if transfers else np.zeros(0, np.int64)
 
 
 class _Echo:
@@ -161,6 +158,6 @@ def timed_candidates(
             gradient.view(-1)[0].item()  # waits for the device
 
         code()
-        seconds = measured_code_s(code, gradient.nbytes, time.perf_counter, _REPEATS)
-        found[name] = Candidate(sent_bytes(scheme, shapes, world) / max(whole, 1), seconds, str(device))
+        code_s = median(timeit.repeat(code, number=1, repeat=_REPEATS)) / gradient.nbytes
+        found[name] = Candidate(sent_bytes(scheme, shapes, world) / max(whole, 1), code_s, str(device))
     return found

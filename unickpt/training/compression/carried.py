@@ -62,6 +62,22 @@ class Residuals:
         raise FormatError("the residuals of compressed gradients do not have the expected form")
 
 
+def own_or_resized(saved: Callable[[int], Any], rank: int, world: int) -> tuple[Residuals, bool]:
+    """Return the residuals of a rank from a checkpoint, and whether they are its own: not so after a change of ``world``.
+
+    Args:
+        saved: returns the object that a rank of the saving job stored (``Residuals.to_object``).
+        rank, world: this rank, and number of ranks of this job.
+
+    Raises:
+        FormatError: objects of the checkpoint are missing or have another form.
+    """
+    first = Residuals.from_object(saved(0))
+    if first.world != world:
+        return resized((Residuals.from_object(saved(each)) for each in range(first.world)), rank, world), False
+    return (Residuals.from_object(saved(rank)) if rank else first), True
+
+
 def _tensors(value: Any) -> NamedTensors | None:
     if not isinstance(value, Mapping) or not all(isinstance(each, torch.Tensor) and each.dim() == 1 for each in value.values()):
         return None

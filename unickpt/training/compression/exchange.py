@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from unickpt.training.compression.carried import Common, Residuals, resized, slice_of
+from unickpt.training.compression.carried import Common, Residuals, own_or_resized, slice_of
 from unickpt.training.compression.powersgd import factored, first_factor, orthogonal
 from unickpt.training.compression.schemes import Codec, NarrowFloat, codec_of, seed_of
 from unickpt.training.compression.settings import Compression
@@ -84,13 +84,8 @@ class GradientExchange:
         Raises:
             FormatError: objects of the checkpoint are missing or have another form.
         """
-        first = Residuals.from_object(saved(0))
-        same = first.world == self.world
-        if same:
-            found = first if self.rank == 0 else Residuals.from_object(saved(self.rank))
-        else:
-            found = resized((Residuals.from_object(saved(rank)) for rank in range(first.world)), self.rank, self.world)
-        self.residuals, self.common = found, Common.from_object(common)
+        self.residuals, same = own_or_resized(saved, self.rank, self.world)
+        self.common = Common.from_object(common)
         return same
 
     def keep_fitting(self, elements: Mapping[str, int]) -> list[str]:
@@ -133,7 +128,7 @@ class GradientExchange:
             values += (values * 0).sum()  # one number that is not finite makes all of them NaN
             sent = self.residuals.sent.get(name)
             if sent is not None:
-                values += self._here(sent, target)
+                values += sent.to(target.device)
             count = self.common.counts[name] = self.common.counts.get(name, 0) + 1
             shape = factored(self.settings, tuple(target.shape)) if self.world > 1 else None
             if shape is None:
@@ -147,13 +142,9 @@ class GradientExchange:
             self._set(name, target, mean, scale_out, item.lost, item.owes)
         self._finish(matrices, means[len(plain) :], scale_out)
 
-    @staticmethod
-    def _here(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return tensor.to(like.device)
-
     def _owed(self, name: str, target: torch.Tensor) -> torch.Tensor | None:
         found = self.residuals.returned.get(name)
-        return None if found is None else self._here(found, target)
+        return None if found is None else found.to(target.device)
 
     def _means(self, items: Sequence[_Item]) -> list[torch.Tensor]:
         """Return the mean of each item over the ranks. Sets what was lost."""
@@ -204,21 +195,16 @@ class GradientExchange:
         return torch.tensor([hi - lo for lo, hi in ends], device=device)
 
     def _set(
-        self,
-        name: str,
-        target: torch.Tensor,
-        mean: torch.Tensor,
-        scale: float,
-        lost: torch.Tensor | None,
+        self, name: str, target: torch.Tensor, mean: torch.Tensor, scale: float, lost: torch.Tensor | None,
         owes: torch.Tensor | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Set a gradient and what was lost. Residuals that a lossless exchange has sent are removed."""
         target.copy_((mean * scale).view(target.shape))
         finite = torch.isfinite(mean).all()
         for held, new in ((self.residuals.sent, lost), (self.residuals.returned, owes)):
             old = held.get(name)
             if new is not None:
-                kept = torch.zeros_like(new) if old is None else self._here(old, new)
+                kept = torch.zeros_like(new) if old is None else old.to(new.device)
                 held[name] = torch.where(finite, new, kept)
             elif old is not None and bool(finite):
                 del held[name]
@@ -235,7 +221,7 @@ class GradientExchange:
         if right is None or right.shape != (columns, rank):
             right = first_factor(self.settings, name, columns, rank)
         matrix = values.view(rows, columns)
-        return _Matrix(name, target, matrix, matrix @ self._here(right, target))
+        return _Matrix(name, target, matrix, matrix @ right.to(target.device))
 
     def _finish(self, matrices: Sequence[_Matrix], lefts: Sequence[torch.Tensor], scale: float) -> None:
         """Send the right factors, and set the products."""

@@ -108,15 +108,17 @@ class NarrowFloat:
         return _typed(payload, self.dtype).float()
 
 
+class _Lossy:
+    """A codec whose ``decode`` does not give exactly what ``encode`` got."""
+
+    lossless = False
+
+
 @dataclass(frozen=True, slots=True)
-class TopK:
+class TopK(_Lossy):
     """The elements of largest absolute value, with their positions: 8 bytes each."""
 
     ratio: float
-
-    @property
-    def lossless(self) -> bool:
-        return False
 
     def size_bytes(self, elements: int) -> int:
         return 8 * _kept(self.ratio, elements)
@@ -132,17 +134,13 @@ class TopK:
 
 
 @dataclass(frozen=True, slots=True)
-class RandomK:
+class RandomK(_Lossy):
     """One element of each of k equal ranges, at a position drawn from the seed: 4 bytes each.
 
     All ranks draw the same positions, so these are not sent, and the mean of the ranks needs no second loss.
     """
 
     ratio: float
-
-    @property
-    def lossless(self) -> bool:
-        return False
 
     def size_bytes(self, elements: int) -> int:
         return 4 * _kept(self.ratio, elements)
@@ -163,12 +161,8 @@ class RandomK:
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class Sign(_Lossy):
     """The sign of each element, one bit, and one scale for the row: the mean of the absolute values."""
-
-    @property
-    def lossless(self) -> bool:
-        return False
 
     def size_bytes(self, elements: int) -> int:
         return 4 + math.ceil(elements / 8)
@@ -190,14 +184,10 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Int8:
+class Int8(_Lossy):
     """Whole numbers from -127 to 127, with a scale per block: its largest absolute value divided by 127."""
 
     block: int
-
-    @property
-    def lossless(self) -> bool:
-        return False
 
     def size_bytes(self, elements: int) -> int:
         return elements + 4 * math.ceil(elements / self.block)

@@ -10,11 +10,8 @@ from unickpt.training.compression.schemes import codec_of
 from unickpt.training.compression.settings import Compression
 
 
-def row_bytes(settings: Compression, shape: tuple[int, ...], world: int) -> int:
-    """Return the bytes of one rank's slice of a parameter: all collectives of an exchange send them to each other rank twice.
-
-    ``powersgd`` sends two factors. Every other scheme sends its code of the slice.
-    """
+def _row_bytes(settings: Compression, shape: tuple[int, ...], world: int) -> int:
+    """Return the bytes of one rank's slice of a parameter. ``powersgd`` sends two factors, all others their code of it."""
     elements = math.prod(shape)
     found = factored(settings, shape)
     if found is not None:
@@ -28,4 +25,4 @@ def sent_bytes(settings: Compression, shapes: Iterable[tuple[int, ...]], world: 
 
     A reduce-scatter and an all-gather of the compressed slices: ``2 (world - 1)`` slices, as a ring all-reduce sends.
     """
-    return 2 * (world - 1) * sum(row_bytes(settings, shape, world) for shape in shapes)
+    return 2 * (world - 1) * sum(_row_bytes(settings, shape, world) for shape in shapes)

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from unickpt.base.errors import ConfigError
-from unickpt.training.compression.carried import Common, NamedTensors, Residuals, resized
+from unickpt.training.compression.carried import Common, NamedTensors, Residuals, own_or_resized
 
 
 class CarriedPowerSGD:
@@ -143,12 +143,7 @@ class CarriedPowerSGD:
         """
         group = self.state.process_group
         rank, world = dist.get_rank(group), dist.get_world_size(group)
-        found = Residuals.from_object(saved(0))
-        same = found.world == world
-        if not same:
-            found = resized((Residuals.from_object(saved(each)) for each in range(found.world)), rank, world)
-        elif rank:
-            found = Residuals.from_object(saved(rank))
+        found, same = own_or_resized(saved, rank, world)
         self._collect(list(self._buckets))
         self._errors, self._factors = found.sent, Common.from_object(common).factors
         self.state.iter = int(common["iter"])

@@ -34,7 +34,7 @@ def served() -> Iterator[tuple[Collector, str]]:
     collector = Collector()
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"http://127.0.0.1:{listener.getsockname()[1]}/secret"
-    server = serve(collector, listener, secret_of(address))
+    server = serve(lambda: (collector, secret_of(address)), listener)
     yield collector, address
     server.shutdown()
     server.server_close()
@@ -129,7 +129,7 @@ def test_prometheus_is_answered(tmp_path: Path) -> None:
     collector = Collector()
     listener = socket.create_server(("127.0.0.1", 0))
     base = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = serve(collector, listener, "secret", open_metrics=True)
+    server = serve(lambda: (collector, "secret"), listener, open_metrics=True)
     try:
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"{base}/metrics")

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from tests.unit.diagnosis.agent.made import MS, S, made_up
-from unickpt.diagnosis.agent.cpu_starvation import CpuWaitSampler
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.tcp_links import LINK, LinkHistory, links_of
 from unickpt.diagnosis.detectors.verdicts import Syndrome
-from unickpt.diagnosis.host.process_state import State
+from unickpt.diagnosis.host.process_state import CpuWaitSampler, State
 from unickpt.diagnosis.host.tcp_counters import CONNECTION, connections_of
 from unickpt.diagnosis.reports.verdict_text import render_all
 from unickpt.diagnosis.snapshot.snapshot import RankSnapshot

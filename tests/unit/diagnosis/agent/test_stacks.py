@@ -38,7 +38,7 @@ def test_the_stack_of_a_process_that_is_stuck(tmp_path: Path, body: str) -> None
             process.stdout.readline()
             time.sleep(0.2)  # it says so a line before it is
             for _ in range(2):
-                frames = stack_dumps.ask(process.pid, path)
+                frames = stack_dumps.ask_all({process.pid: path})[process.pid]
                 assert frames[:2] == (stack_dumps.Frame("busy", "<string>", 8), stack_dumps.Frame("outer", "<string>", 10))
             assert process.poll() is None
         finally:
@@ -49,7 +49,7 @@ def test_a_process_without_handler_gets_no_signal(tmp_path: Path) -> None:
     (tmp_path / "0.stacks").write_text("main 0x1\n")
     process = subprocess.Popen(["sleep", "60"])
     try:
-        assert stack_dumps.ask(process.pid, tmp_path / "0.stacks") == ()
+        assert stack_dumps.ask_all({process.pid: tmp_path / "0.stacks"})[process.pid] == ()
         time.sleep(0.1)
         assert process.poll() is None
     finally:

@@ -42,7 +42,7 @@ def served() -> Iterator[tuple[Collector, str, int, list[str]]]:
     collector, warnings_seen = Collector(), list[str]()
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     port = listener.getsockname()[1]
-    server = serve(collector, listener, "secret", tell=warnings_seen.append, limits=LIMITS)
+    server = serve(lambda: (collector, "secret"), listener, tell=warnings_seen.append, limits=LIMITS)
     yield collector, f"http://127.0.0.1:{port}/secret", port, warnings_seen
     server.shutdown()
     server.server_close()

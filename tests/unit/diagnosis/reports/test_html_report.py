@@ -59,7 +59,7 @@ def hostile_job(folder: Path) -> tuple[HostRings, list[tuple[Verdict, VerdictTex
 
 def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     job, verdicts = hostile_job(tmp_path)
-    write_report(gather_records([job]), verdicts, tmp_path / "report.html")
+    write_report(contents(gather_records([job]), verdicts), tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     found = Markup(text)
     assert not [tag for tag, _ in found.tags if tag in ("img", "iframe", "object", "embed")]
@@ -138,7 +138,8 @@ def test_a_report_of_a_thousand_ranks_is_small_and_fast(tmp_path: Path) -> None:
     begin = time.monotonic()
     view = gather_records([job])
     verdict = Verdict(Syndrome.NON_COMMUNICATION_SLOW, (700,), 0)
-    write_report(view, [(verdict, VerdictText("unickpt SLOW rank=700", "rank 700 is late"))], tmp_path / "report.html")
+    verdicts = [(verdict, VerdictText("unickpt SLOW rank=700", "rank 700 is late"))]
+    write_report(contents(view, verdicts), tmp_path / "report.html")
     assert time.monotonic() - begin < 60
     assert (tmp_path / "report.html").stat().st_size < 5_000_000
     data = json.loads(Markup((tmp_path / "report.html").read_text()).scripts[0])
@@ -182,7 +183,8 @@ def test_a_browser_draws_the_page_without_errors(tmp_path: Path, kind: str) -> N
     rounds = {"hostile": history(hostile("host")), "rounds": history("node1")}.get(kind)
     costs: dict[str, Any] = {"steps": [1, 3], "step_s": 0.02, "ideal_s": 0.01, "slowdown": 2.0, "error_s": 0.0, "left": 0}
     prices = {**costs, "rows": [["group", hostile("group"), 0.005]]} if kind == "prices" else None
-    write_report(gather_records([] if kind == "rounds" else [job]), verdicts, tmp_path / "report.html", rounds, prices=prices)
+    records = gather_records([] if kind == "rounds" else [job])
+    write_report(contents(records, verdicts, rounds, prices=prices), tmp_path / "report.html")
     command = [
         str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0", "--dump-dom",
         f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", (tmp_path / "report.html").as_uri(),
