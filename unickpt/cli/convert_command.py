@@ -9,13 +9,12 @@ from pathlib import Path
 from unickpt.base.errors import ConfigError, UnickptError
 from unickpt.checkpoint.load.validation import is_checkpoint
 from unickpt.checkpoint.storage.base import is_url
-from unickpt.cli.edit_common import check_destination
+from unickpt.cli.edit_common import check_destination, write
 from unickpt.cli.exit_codes import SOUND
-from unickpt.cli.output import Output, human_bytes
-from unickpt.cli.progress import progress_bar
+from unickpt.cli.output import Output
 from unickpt.transform.convert.detect import open_source
 from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
-from unickpt.transform.convert.pipeline import Source, convert
+from unickpt.transform.convert.pipeline import Source
 from unickpt.transform.convert.run_folder import RunFolder, copy_files, require_apart, run_folder
 
 
@@ -84,13 +83,6 @@ def _open(folder: Path, args: argparse.Namespace, opened: ExitStack) -> Source:
 
 def _convert(source: Source, directory: Path, args: argparse.Namespace, out: Output) -> None:
     """Convert one checkpoint. Raises OSError, UnickptError."""
-    with progress_bar("convert", source.size_bytes) as advance:
-        made = convert(source, directory, workers=max(args.workers, 1), progress=advance)
     for line in source.left_out:
         out.line(f"left out: {line}")
-    kept = f", {made.kept} of them written by an earlier run" if made.kept else ""
-    files_made = f"{made.files} file{'s' * (made.files != 1)}"
-    out.line(
-        f"{directory}: {source.kind}, {made.tensors:,} tensors, {human_bytes(made.size_bytes)}, in {files_made}{kept}",
-        style="bold green",
-    )
+    write("convert", source, directory, args, out, kind=f"{source.kind}, ")

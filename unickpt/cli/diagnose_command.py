@@ -11,6 +11,7 @@ from typing import Any
 
 from unickpt.base.errors import FormatError, NotACheckpointError
 from unickpt.base.private_files import SHARED_MEMORY, read_text
+from unickpt.cli.arguments import add_deadline
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.output import Output
 from unickpt.diagnosis.agent.launch import ADDRESS, read_address
@@ -39,9 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="folders with the ring files of a job, one per host; or http://... of the job's agent, or "
         "DIR/agent, the file with that address (default: the one folder of your jobs in the shared memory of this host)",
     )
-    parser.add_argument(
-        "--after", type=float, metavar="SECONDS", help="time limit of a call (default: derived from the calls of the job)"
-    )
+    add_deadline(parser)
     parser.add_argument("--json", action="store_true", help="the verdicts as one JSON document")
 
 

@@ -1,4 +1,4 @@
-"""Common parts of ``unickpt convert``, ``edit`` and ``average``: check the sources, show the plan, write a checkpoint."""
+"""Common parts of ``unickpt convert``, ``edit``, ``average`` and ``export``: check the sources, show the plan, write."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import Path
 
 from unickpt.base.errors import ConfigError, MismatchError, UnickptError
 from unickpt.checkpoint.checkpoint_folder import read_manifest
+from unickpt.checkpoint.format.manifest import Manifest
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.validation import is_checkpoint
 from unickpt.checkpoint.load.verify import verify_files
-from unickpt.checkpoint.storage.base import is_url
+from unickpt.checkpoint.storage.base import Storage, is_url
 from unickpt.checkpoint.storage.open import open_storage
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import is_file, locate_checkpoint
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.progress import progress_bar
-from unickpt.transform.convert.pipeline import convert
+from unickpt.transform.convert.pipeline import Source, convert
 from unickpt.transform.edit.table import Table, table_of
 from unickpt.transform.edit.write import source_of
 
@@ -74,26 +75,34 @@ def operate(table: Table, sources: Sequence[str], steps: Sequence[object], args:
     if args.dry_run:
         out.line(f"{directory}: {len(table.entries):,} tensors; dry run, nothing was written", style="bold")
         return SOUND
-    if not args.no_verify and not _sound(sources, out):
+    read = [] if args.no_verify else [open_storage(locate_checkpoint(each)) for each in sources]
+    if not all([sound(storage, read_manifest(storage), out) for storage in read]):
         return DAMAGED
     try:
-        with progress_bar("write", source.size_bytes) as advance:
-            made = convert(source, directory, workers=max(args.workers, 1), progress=advance)
+        write("write", source, directory, args, out)
     except OSError as err:
         raise UnickptError(f"could not write {directory} from {', '.join(sources)}: {err}") from err
-    kept = f", {made.kept} of them written by an earlier run" if made.kept else ""
-    files = f"{made.files} file{'s' * (made.files != 1)}"
-    out.line(f"{directory}: {made.tensors:,} tensors, {human_bytes(made.size_bytes)}, in {files}{kept}", style="bold green")
     return SOUND
 
 
-def _sound(sources: Sequence[str], out: Output) -> bool:
-    problems: list[str] = []
-    for directory in map(locate_checkpoint, sources):
-        storage = open_storage(directory)
-        manifest = read_manifest(storage)
-        with progress_bar("verify", sum(record.size_bytes for record in manifest.files)) as advance:
-            problems += verify_files(storage, manifest, progress=advance).problems
+def write(what: str, source: Source, directory: Path, args: argparse.Namespace, out: Output, kind: str = "") -> None:
+    """Write a checkpoint, with ``what`` beside the progress bar, and say what was written. Raises OSError, UnickptError."""
+    with progress_bar(what, source.size_bytes) as advance:
+        made = convert(source, directory, workers=max(args.workers, 1), progress=advance)
+    kept = f", {made.kept} of them written by an earlier run" if made.kept else ""
+    size = f"{made.tensors:,} tensors, {human_bytes(made.size_bytes)}, in {counted_files(made.files)}"
+    out.line(f"{directory}: {kind}{size}{kept}", style="bold green")
+
+
+def counted_files(count: int) -> str:
+    """Return ``1 file``, ``2 files``."""
+    return f"{count} file{'s' * (count != 1)}"
+
+
+def sound(storage: Storage, manifest: Manifest, out: Output) -> bool:
+    """Check a checkpoint against its checksums, print the problems, and return whether there are none."""
+    with progress_bar("verify", sum(record.size_bytes for record in manifest.files)) as advance:
+        problems = verify_files(storage, manifest, progress=advance).problems
     for problem in problems:
         out.line(problem, style="red")
     return not problems

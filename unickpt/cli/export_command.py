@@ -12,8 +12,8 @@ from unickpt.base.listing import some
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.load.checkpoint import Checkpoint
-from unickpt.checkpoint.load.verify import verify_files
 from unickpt.checkpoint.storage.base import is_url
+from unickpt.cli.edit_common import counted_files, sound
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import locate_checkpoint
 from unickpt.cli.output import Output, human_bytes
@@ -60,10 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--with-code", action="store_true", help="copy *.py from --config, too (custom code of a model)")
     parser.add_argument(
-        "--dialect",
-        default="",
-        metavar="FAMILY",
-        help="family of the model, if nothing else tells it, or file of a dialect",
+        "--dialect", default="", metavar="FAMILY", help="family of the model, if nothing else tells it, or file of a dialect"
     )
     parser.add_argument(
         "--bits",
@@ -107,14 +104,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
         checkpoint = under_names(checkpoint, chosen=args.dialect, config=settings_of(config))
     if checkpoint.unread:
         out.line(f"left out, because no model reads them: {some(checkpoint.unread)}")
-    if not args.no_verify:
-        total = sum(record.size_bytes for record in checkpoint.manifest.files)
-        with progress_bar("verify", total) as advance:
-            problems = verify_files(checkpoint.storage, checkpoint.manifest, progress=advance).problems
-        for problem in problems:
-            out.line(problem, style="red")
-        if problems:
-            return DAMAGED
+    if not args.no_verify and not sound(checkpoint.storage, checkpoint.manifest, out):
+        return DAMAGED
     try:
         if args.to == UNIVERSAL:
             _universal(checkpoint, args, out)
@@ -137,26 +128,23 @@ def _folder(text: str) -> Path:
 
 def _check_options(args: argparse.Namespace) -> None:
     """Raise ConfigError for options that do not fit together."""
-    if args.to not in FOLDERS and args.dtype:
-        raise ConfigError(f"--dtype needs --to {HF} or {VLLM}: masters and optimizer states are exported as they are")
-    if args.to not in FOLDERS and args.with_code:
-        raise ConfigError(f"--with-code needs --to {HF} or {VLLM}")
-    if args.to != VLLM and args.bits:
-        raise ConfigError(f"--bits needs --to {VLLM}")
-    if args.to == DCP and (args.config or args.dialect):
-        raise ConfigError(f"--config and --dialect have no effect with --to {DCP}, which keeps all names")
-    if args.to != TORCH_DIST and args.expert_parallel:
-        raise ConfigError(f"--expert-parallel needs --to {TORCH_DIST}")
-    if args.to != UNIVERSAL and args.tag:
-        raise ConfigError(f"--tag needs --to {UNIVERSAL}")
-    if not args.shard_gigabytes > 0:
-        raise ConfigError(f"--shard-gigabytes {args.shard_gigabytes:g}: expected a number above 0")
-    if args.output.exists() and not args.output.is_dir():
-        raise ConfigError(f"{args.output}: is a file; name a directory")
-    if (args.output / MANIFEST_FILE).exists():
-        raise ConfigError(
-            f"{args.output}: is a unickpt checkpoint, and an export would add other files to it; name another directory"
-        )
+    to, output = args.to, args.output
+    model = f"--to {HF} or {VLLM}"
+    holds = f"{output}: is a unickpt checkpoint, and an export would add other files to it; name another directory"
+    for wrong, text in (
+        (to not in FOLDERS and args.dtype, f"--dtype needs {model}: masters and optimizer states are exported as they are"),
+        (to not in FOLDERS and args.with_code, f"--with-code needs {model}"),
+        (to != VLLM and args.bits, f"--bits needs --to {VLLM}"),
+        (to == DCP and (args.config or args.dialect),
+         f"--config and --dialect have no effect with --to {DCP}, which keeps all names"),
+        (to != TORCH_DIST and args.expert_parallel, f"--expert-parallel needs --to {TORCH_DIST}"),
+        (to != UNIVERSAL and args.tag, f"--tag needs --to {UNIVERSAL}"),
+        (not args.shard_gigabytes > 0, f"--shard-gigabytes {args.shard_gigabytes:g}: expected a number above 0"),
+        (output.exists() and not output.is_dir(), f"{output}: is a file; name a directory"),
+        ((output / MANIFEST_FILE).exists(), holds),
+    ):  # fmt: skip
+        if wrong:
+            raise ConfigError(text)
 
 
 def _universal(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -> None:
@@ -193,8 +181,8 @@ def _megatron(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -> 
 
 
 def _summary(names: Sequence[str], tensors: int, size_bytes: int, args: argparse.Namespace, out: Output) -> None:
-    files = f"{len(names)} file{'s' * (len(names) != 1)}"
-    out.line(f"{args.output}: {tensors:,} tensors, {human_bytes(size_bytes)}, in {files}", style="bold green")
+    size = f"{tensors:,} tensors, {human_bytes(size_bytes)}, in {counted_files(len(names))}"
+    out.line(f"{args.output}: {size}", style="bold green")
 
 
 def _huggingface(checkpoint: Checkpoint, args: argparse.Namespace, config: Path | None, out: Output) -> None:

@@ -6,9 +6,7 @@ import argparse
 import dataclasses
 import io
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from unickpt.base.errors import ConfigError
 from unickpt.cli.edit_common import check_destination, configure_writing, opened, operate
@@ -21,6 +19,7 @@ from unickpt.transform.grow.folders import configuration_folder, is_model, open_
 from unickpt.transform.grow.refusals import NotLosslessError
 from unickpt.transform.grow.schedule import FILE, RateSchedule
 from unickpt.transform.grow.step import Grow
+from unickpt.transform.grow.upcycle import Upcycle
 
 JSON_SCHEMA = 1
 
@@ -65,44 +64,38 @@ def run(args: argparse.Namespace, out: Output) -> int:
     place = None if args.place is None else tuple(number(each, "--place") for each in args.place.split(","))
     changes = dict(change(each) for each in args.changes)
     with OpenFiles() as files:
-        table = open_source(args.source, files, opened)
-        folder = configuration_folder(args.config, args.source)
-        config = configuration(folder) if folder is not None else {}
-        step = Grow(changes, place, args.seed, config, args.zero_second_moments)
-        try:
-            grown, new_config = step.result(table)
-        except NotLosslessError as err:
-            return refused_as_json(err, args, out)
-        code = write(grown, [step], new_config, folder, args, out)
+        step = Grow(changes, place, args.seed, zero_second_moments=args.zero_second_moments)
+        code, grown = run_step(step, files, args, out)
         if args.schedule and code == SOUND and not args.dry_run:
             made = RateSchedule(args.schedule, grown.step).as_json()
             (Path(args.destination) / FILE).write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
         return code
 
 
-def refused_as_json(err: NotLosslessError, args: argparse.Namespace, out: Output) -> int:
-    """Print refusals with --json and return the exit code. Raises ``err`` without it."""
-    if not args.json:
-        raise err
-    out.json({"schema": JSON_SCHEMA, "refused": [dataclasses.asdict(each) for each in err.refusals], "message": str(err)})
-    return UNUSABLE
-
-
-def write(
-    table: Table, steps: Sequence[object], config: dict[str, Any], folder: Path | None, args: argparse.Namespace, out: Output
-) -> int:
-    """Write a table and its configuration.
+def run_step(step: Grow | Upcycle, files: OpenFiles, args: argparse.Namespace, out: Output) -> tuple[int, Table]:
+    """Do one step, and write its table and its configuration. Return the exit code and the table.
 
     Args:
-        table: result of the steps.
-        steps: the steps.
-        config: the new configuration, or empty.
-        folder: folder of the source's configuration, or None.
+        step: the step, without the configuration of the source.
+        files: open files of the source.
         args, out: of the command.
+
+    Raises:
+        NotLosslessError: the step is refused, and --json is not given.
     """
+    table = open_source(args.source, files, opened)
+    folder = configuration_folder(args.config, args.source)
+    step = dataclasses.replace(step, config=configuration(folder) if folder is not None else {})
+    try:
+        table, config = step.result(table)
+    except NotLosslessError as err:
+        if not args.json:
+            raise
+        refused = [dataclasses.asdict(each) for each in err.refusals]
+        out.json({"schema": JSON_SCHEMA, "refused": refused, "message": str(err)})
+        return UNUSABLE, table
     lines = Output(io.StringIO()) if args.json else out
-    sources = [] if is_model(args.source) else [args.source]
-    code = operate(table, sources, steps, args, lines)
+    code = operate(table, [] if is_model(args.source) else [args.source], [step], args, lines)
     if code == SOUND and not args.dry_run:
         if folder is not None:
             lines.line(f"{write_configuration(config, folder, Path(args.destination))}: the new configuration")
@@ -111,7 +104,7 @@ def write(
     if args.json:
         done = {"done": table.done, "left_out": table.left_out, "config": config, "written": not args.dry_run}
         out.json({"schema": JSON_SCHEMA, "ok": code == SOUND, **done})
-    return code
+    return code, table
 
 
 def change(text: str) -> tuple[str, int]:

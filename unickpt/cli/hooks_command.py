@@ -23,6 +23,21 @@ JSON_SCHEMA = 1
 ADAPTERS = ("ds_unickpt", "megatron_unickpt")
 FALLBACKS = "ds_unickpt.framework.fallbacks"
 
+# work that extensions do: the module that knows whether one is there, what it does, and what it means if it is not
+_IN_C = {
+    "recording": (
+        "unickpt.diagnosis.recording.fast_path", "timing records calls in",
+        "the extension is not installed, a record takes some microseconds",
+    ),
+    "copying": (
+        "unickpt.checkpoint.format.casts", "saves copy in",
+        "the extension is not installed, asynchronous saves stop training longer",
+    ),
+    "reading": (
+        "unickpt.checkpoint.load.checked_read", "loads read in",
+        "no extension for this processor is installed, loads from memory take longer",
+    ),
+}  # fmt: skip
 _MARKDOWN_BEGINNING = """\
 <!-- Generated, do not edit: unickpt hooks status --markdown > docs/developing/hooks.md -->
 # Hooks
@@ -77,7 +92,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.json:
         documents = {"adapters": [asdict(adapter) for adapter in adapters], "hooks": [_document(status) for status in found]}
         fallbacks = _fallbacks() if adapters[0].state == "imported" else []
-        languages = {"recording": _recording(), "copying": _copying(), "reading": _reading()}
+        languages = {name: _language(module) for name, (module, _, _) in _IN_C.items()}
         out.json({"schema": JSON_SCHEMA, **documents, "fallbacks": fallbacks, **languages})
     else:
         _show(out, adapters, found)
@@ -87,25 +102,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def _recording() -> str:
-    """Return the language that records usual calls."""
-    from unickpt.diagnosis.recording.fast_path import available  # imports torch
-
-    return "C" if available() else "Python"
-
-
-def _copying() -> str:
-    """Return the language of the copies into staging memory."""
-    from unickpt.checkpoint.format.casts import available  # imports torch
-
-    return "C" if available() else "Python"
-
-
-def _reading() -> str:
-    """Return the language of reads into tensors."""
-    from unickpt.checkpoint.load.checked_read import available  # imports torch
-
-    return "C" if available() else "Python"
+def _language(module: str) -> str:
+    """Return the language of work that an extension does if it is installed. Imports torch."""
+    return "C" if import_module(module).available() else "Python"
 
 
 def _fallbacks() -> list[dict[str, str]]:
@@ -212,12 +211,9 @@ def _show(out: Output, adapters: list[_Adapter], found: list[HookStatus]) -> Non
         version = f" {adapter.framework_version}" if adapter.framework_version else ""
         reason = f": {adapter.reason}" if adapter.reason else ""
         out.line(f"{adapter.framework}{version} ({adapter.adapter}): {adapter.state}{reason}")
-    slower = "" if _recording() == "C" else ": the extension is not installed, a record takes some microseconds"
-    out.line(f"timing records calls in {_recording()}{slower}")
-    slower = "" if _copying() == "C" else ": the extension is not installed, asynchronous saves stop training longer"
-    out.line(f"saves copy in {_copying()}{slower}")
-    slower = "" if _reading() == "C" else ": no extension for this processor is installed, loads from memory take longer"
-    out.line(f"loads read in {_reading()}{slower}")
+    for module, what, slower in _IN_C.values():
+        language = _language(module)
+        out.line(f"{what} {language}" + (f": {slower}" if language != "C" else ""))
     rows = [
         [s.hook.name, _target(s), str(s.hook.versions), s.fingerprint or "-", s.state + (f": {s.reason}" if s.reason else "")]
         for s in found

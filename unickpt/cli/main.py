@@ -30,59 +30,51 @@ class _Command:
     Only the module of the called command is imported, so that ``--help`` need not wait for torch.
 
     Attributes:
-        name, module: of the command.
+        name: of the command.
         help: one line for ``unickpt --help``.
         interrupted: what to do after Ctrl-C.
     """
 
     name: str
-    module: str
     help: str
     interrupted: str = _NOTHING_DONE
 
+    @property
+    def module(self) -> str:
+        """Name of its module."""
+        return f"unickpt.cli.{self.name}_command"
+
 
 COMMANDS = (
-    _Command("inspect", "unickpt.cli.inspect_command", "show what a checkpoint holds, without reading its data"),
-    _Command("verify", "unickpt.cli.verify_command", "read every byte of a checkpoint and report what is damaged"),
-    _Command("latest", "unickpt.cli.latest_command", "print the newest complete checkpoint of a directory"),
-    _Command("diff", "unickpt.cli.diff_command", "compare two checkpoints, also of different frameworks"),
+    _Command("inspect", "show what a checkpoint holds, without reading its data"),
+    _Command("verify", "read every byte of a checkpoint and report what is damaged"),
+    _Command("latest", "print the newest complete checkpoint of a directory"),
+    _Command("diff", "compare two checkpoints, also of different frameworks"),
     _Command(
-        "convert", "unickpt.cli.convert_command",
-        "make a checkpoint from one of transformers, DeepSpeed, Megatron or torch.distributed.checkpoint", _GOES_ON,
+        "convert", "make a checkpoint from one of transformers, DeepSpeed, Megatron or torch.distributed.checkpoint", _GOES_ON
     ),
     _Command(
-        "export", "unickpt.cli.export_command",
+        "export",
         "write a checkpoint for transformers, vLLM, DeepSpeed (universal), Megatron (torch_dist) or PyTorch (DCP)",
         "FOLDER is not complete; run the same command again",
     ),
+    _Command("edit", "make a checkpoint from another one: cast, drop, rename, resize the vocabulary, merge adapters", _GOES_ON),
+    _Command("grow", "make a larger model with the same outputs, and its optimizer states", _GOES_ON),
+    _Command("upcycle", "make a mixture of experts with the outputs of a dense model", _GOES_ON),
+    _Command("average", "make a checkpoint that is the mean of several", _GOES_ON),
+    _Command("diagnose", "find the rank or link that a job waits for"),
     _Command(
-        "edit", "unickpt.cli.edit_command",
-        "make a checkpoint from another one: cast, drop, rename, resize the vocabulary, merge adapters", _GOES_ON,
+        "agent", "watch the ranks of this host and report what is wrong", "the agent has stopped; run the same command again"
     ),
-    _Command(
-        "grow", "unickpt.cli.grow_command", "make a larger model with the same outputs, and its optimizer states", _GOES_ON
-    ),
-    _Command(
-        "upcycle", "unickpt.cli.upcycle_command", "make a mixture of experts with the outputs of a dense model", _GOES_ON
-    ),
-    _Command("average", "unickpt.cli.average_command", "make a checkpoint that is the mean of several", _GOES_ON),
-    _Command("diagnose", "unickpt.cli.diagnose_command", "find the rank or link that a job waits for"),
-    _Command(
-        "agent", "unickpt.cli.agent_command", "watch the ranks of this host and report what is wrong",
-        "the agent has stopped; run the same command again",
-    ),
-    _Command("report", "unickpt.cli.report_command", "write an HTML report of a job's ranks", _REPEAT),
-    _Command("trace", "unickpt.cli.trace_command", "write the calls of a job as a Perfetto trace", _REPEAT),
-    _Command(
-        "metrics", "unickpt.cli.metrics_command", "print measurements of a job for Prometheus, or write them for TensorBoard",
-        _REPEAT,
-    ),
-    _Command("whatif", "unickpt.cli.whatif_command", "price every rank, link, stage and cause of a slow step by a replay"),
-    _Command("plan", "unickpt.cli.plan_command", "plan the next run: parallel layout, pipeline stages, order of hosts"),
-    _Command("hosts", "unickpt.cli.hosts_command", "show, park or admit the hosts of a job of torchrun --rdzv-backend unickpt"),
-    _Command("hooks", "unickpt.cli.hooks_command", "show the hooks in the installed frameworks"),
-    _Command("completion", "unickpt.cli.completion_command", "print a script that completes commands in bash, zsh or fish"),
-)  # fmt: skip
+    _Command("report", "write an HTML report of a job's ranks", _REPEAT),
+    _Command("trace", "write the calls of a job as a Perfetto trace", _REPEAT),
+    _Command("metrics", "print measurements of a job for Prometheus, or write them for TensorBoard", _REPEAT),
+    _Command("whatif", "price every rank, link, stage and cause of a slow step by a replay"),
+    _Command("plan", "plan the next run: parallel layout, pipeline stages, order of hosts"),
+    _Command("hosts", "show, park or admit the hosts of a job of torchrun --rdzv-backend unickpt"),
+    _Command("hooks", "show the hooks in the installed frameworks"),
+    _Command("completion", "print a script that completes commands in bash, zsh or fish"),
+)
 _EPILOG = (
     "exit codes: 0 no problem; 1 damaged, different or incomplete; 2 no readable checkpoint, or wrong usage; 3 no checkpoint "
     "yet (latest); 130 stopped by Ctrl-C. 'unickpt COMMAND --help' describes a command."

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 from unickpt.base.memory_status import read_status
+from unickpt.cli.arguments import add_deadline, add_folders
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
-from unickpt.cli.ring_folders import add_deadline, add_folders
 from unickpt.diagnosis.reports.host_folders import read_hosts
 from unickpt.diagnosis.reports.metrics import exposition, measurements, of_memory, write_scalars
 

@@ -11,10 +11,12 @@ from unickpt.api.planning import SCHEMES, BitsRequest, planned_bits
 from unickpt.base.errors import ConfigError
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.load.checkpoint import Checkpoint
-from unickpt.cli.exit_codes import DAMAGED, SOUND
+from unickpt.cli.arguments import written_as
+from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.export_command import DTYPES, model_folder, settings_of
 from unickpt.cli.locate import locate_checkpoint
 from unickpt.cli.output import Output, human_bytes, write_json
+from unickpt.cli.plan_command import unmet
 from unickpt.cli.progress import progress_bar
 from unickpt.planning.plan.partition import Device, Unmet
 from unickpt.transform.convert.huggingface.writer import as_huggingface
@@ -61,10 +63,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the plan as one JSON document")
 
 
-def _gigabytes(text: str) -> float:
-    if not re.fullmatch(r"\d+(\.\d+)?", text) or float(text) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GB above 0")
-    return round(float(text) * 1e9)
+_gigabytes = written_as(
+    r"\d+(\.\d+)?", "is not a number of GB above 0", lambda text: round(float(text) * 1e9) if float(text) > 0 else None
+)
+_count = written_as(r"\d{1,12}", "is not a number", int)
 
 
 def _device(text: str) -> Device:
@@ -81,12 +83,6 @@ def _choices(text: str) -> list[Scheme]:
         raise argparse.ArgumentTypeError(str(err)) from None
 
 
-def _count(text: str) -> int:
-    if not re.fullmatch(r"\d{1,12}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-    return int(text)
-
-
 def run(args: argparse.Namespace, out: Output) -> int:
     """Plan, print, and write the plan."""
     if (args.memory is None) == (not args.device):
@@ -101,11 +97,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     with progress_bar("measure", total) as advance:
         found = planned_bits(checkpoint, request, config, advance)
     if isinstance(found, Unmet):
-        if args.json:
-            out.json({"schema": 1, "unmet": {"binds": found.binds.value, "text": str(found)}})
-        else:
-            out.line(f"no plan: {found}")
-        return DAMAGED
+        return unmet(found.binds.value, str(found), args, out)
     if args.out is not None:
         write_json(args.out, found)
     if args.json:

@@ -8,9 +8,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from unickpt.cli.argument_types import positive
-from unickpt.cli.exit_codes import DAMAGED, SOUND
+from unickpt.cli.arguments import positive
+from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
+from unickpt.cli.plan_command import JSON_SCHEMA, unmet
 from unickpt.diagnosis.layer_costs.compute import ComputeCosts
 from unickpt.diagnosis.layer_costs.measured import MeasuredLayer
 from unickpt.diagnosis.layer_costs.store import default_store, remember, remembered
@@ -26,8 +27,6 @@ from unickpt.planning.plan.parallel import (
 from unickpt.planning.plan.records import recorded
 from unickpt.planning.plan.sources import read_layers
 from unickpt.planning.replay.sources import read_trace
-
-JSON_SCHEMA = 1
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -78,11 +77,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     )  # fmt: skip
     found = plan_layouts(measured, space)
     if isinstance(found, UnmetLayout):
-        if args.json:
-            out.json({"schema": JSON_SCHEMA, "unmet": {"binds": found.binds.value, "text": found.text}})
-        else:
-            out.line(f"no plan: {found.text}")
-        return DAMAGED
+        return unmet(found.binds.value, found.text, args, out)
     if args.json:
         out.json({"schema": JSON_SCHEMA, "layouts": [_document(each, space, layers) for each in found[: args.show]]})
     else:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from unickpt.base.errors import ConfigError
-from unickpt.cli.argument_types import positive
-from unickpt.cli.exit_codes import DAMAGED, SOUND
+from unickpt.cli.arguments import positive
+from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
+from unickpt.cli.plan_command import JSON_SCHEMA, unmet
 from unickpt.diagnosis.layer_costs.measured import MeasuredLayer
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.recording.ring import SUFFIX
@@ -23,7 +24,6 @@ from unickpt.planning.plan.sources import read_layers
 from unickpt.planning.replay.programs import PipelineSchedule, step_time
 from unickpt.planning.replay.sources import read_trace
 
-JSON_SCHEMA = 1
 BYTES_PER_PARAMETER = 18.0  # bf16 weight, fp32 gradient, fp32 weight and two moments
 
 
@@ -71,11 +71,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     costs = [cost_of(each, args.bytes_per_parameter) for each in files.layers]
     found = plan_stages(costs, devices, microbatches, reorder=args.reorder)
     if isinstance(found, Unmet):
-        if args.json:
-            out.json({"schema": JSON_SCHEMA, "unmet": {"binds": found.binds.value, "text": str(found)}})
-        else:
-            out.line(f"no plan: {found}")
-        return DAMAGED
+        return unmet(found.binds.value, str(found), args, out)
     document = _document(found, files.layers, devices, microbatches, known)
     if args.json:
         out.json({"schema": JSON_SCHEMA, "microbatches": microbatches, **document})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from unickpt.base.errors import ConfigError
 from unickpt.base.private_files import read_text
 from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.cli.arguments import numbers, written_as
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.locate import locate_checkpoint
 from unickpt.cli.output import Output, write_json
@@ -59,29 +59,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the plan as one JSON document")
 
 
-def _ranks(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks, such as 2,3")
-    return tuple(sorted({int(each) for each in text.split(",")}))
-
-
-def _factor(text: str) -> float:
-    if not re.fullmatch(r"\d+(\.\d+)?", text) or float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 1")
-    return float(text)
-
-
-def _percent(text: str) -> float:
-    if not re.fullmatch(r"\d+(\.\d+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
-    return float(text)
-
-
-def _steps(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+):(\d+)", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not A:B, such as 100:119")
-    return int(found[1]), int(found[2])
+_ranks = written_as(
+    r"\d{1,9}(,\d{1,9})*", "is not a list of ranks, such as 2,3", lambda text: tuple(sorted(set(numbers(text))))
+)
+_factor = written_as(r"\d+(\.\d+)?", "is not a number above 1", lambda text: float(text) if float(text) > 1 else None)
+_percent = written_as(r"\d+(\.\d+)?", "is not a number from 0", float)
+_steps = written_as(r"\d+:\d+", "is not A:B, such as 100:119", numbers)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from unickpt.cli.argument_types import steps
+from unickpt.cli.arguments import steps
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
+from unickpt.cli.plan_command import JSON_SCHEMA
 from unickpt.planning.plan.ranks import host_order, hostfile, plan_order, rankfile, rendezvous_order
 from unickpt.planning.replay.sources import read_trace
-
-JSON_SCHEMA = 1
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

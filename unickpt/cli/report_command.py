@@ -7,9 +7,9 @@ from pathlib import Path
 
 from unickpt.base.errors import FormatError
 from unickpt.base.memory_status import read_status
+from unickpt.cli.arguments import add_deadline
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output, human_bytes
-from unickpt.cli.ring_folders import add_deadline
 from unickpt.diagnosis.reports.host_folders import read_hosts
 from unickpt.diagnosis.reports.html_report import contents, memory_section, write_report
 from unickpt.diagnosis.reports.job_records import gather_records

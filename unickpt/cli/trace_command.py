@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from unickpt.cli.arguments import add_folders
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output, human_bytes
-from unickpt.cli.ring_folders import add_folders
 from unickpt.diagnosis.reports.host_folders import read_hosts
 from unickpt.diagnosis.reports.job_records import gather_records
 from unickpt.diagnosis.reports.perfetto import write_trace

@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 
 from unickpt.base.errors import ConfigError
-from unickpt.cli.edit_common import check_destination, configure_writing, opened
-from unickpt.cli.grow_command import configure_model, refused_as_json, write
+from unickpt.cli.edit_common import check_destination, configure_writing
+from unickpt.cli.grow_command import configure_model, run_step
 from unickpt.cli.output import Output
-from unickpt.transform.convert.huggingface.files import configuration
 from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
-from unickpt.transform.grow.folders import configuration_folder, open_source
-from unickpt.transform.grow.refusals import NotLosslessError
 from unickpt.transform.grow.upcycle import Upcycle
 
 
@@ -30,12 +27,4 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if min(args.experts, args.top_k, args.granularity) < 1:
         raise ConfigError("--experts, --top-k and --granularity are 1 or more")
     with OpenFiles() as files:
-        table = open_source(args.source, files, opened)
-        folder = configuration_folder(args.config, args.source)
-        config = configuration(folder) if folder is not None else {}
-        step = Upcycle(args.experts, args.top_k, args.granularity, args.seed, config)
-        try:
-            made, new_config = step.result(table)
-        except NotLosslessError as err:
-            return refused_as_json(err, args, out)
-        return write(made, [step], new_config, folder, args, out)
+        return run_step(Upcycle(args.experts, args.top_k, args.granularity, args.seed), files, args, out)[0]

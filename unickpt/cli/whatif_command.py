@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unickpt.cli import whatif_stragglers
-from unickpt.cli.argument_types import positive, steps
+from unickpt.cli.arguments import numbers, positive, steps, written_as
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
 from unickpt.planning.replay.price import SMALLEST, Questions, WhatIf, analyse
@@ -75,14 +75,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the result as one JSON document")
 
 
-def _link(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)-(\d+)", text)
-    if found is None or found[1] == found[2]:
-        raise argparse.ArgumentTypeError(f"{text!r} are not two ranks, such as 3-7")
-    return int(found[1]), int(found[2])
+def _two(text: str) -> tuple[int, ...] | None:
+    return numbers(text) if len(set(numbers(text))) == 2 else None
 
 
-def _speed(text: str) -> tuple[tuple[int, int] | str, float]:
+_link = written_as(r"\d+-\d+", "are not two ranks, such as 3-7", _two)
+_order = written_as(r"\d+(,\d+)+", "is not a list of ranks, such as 0,2,1,3", numbers)
+
+
+def _speed(text: str) -> tuple[tuple[int, ...] | str, float]:
     name, _, factor = text.rpartition("=")
     try:
         speed = float(factor)
@@ -91,12 +92,6 @@ def _speed(text: str) -> tuple[tuple[int, int] | str, float]:
     if not name or not 0 < speed < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not LINK=FACTOR with a positive factor, such as 3-7=2")
     return (_link(name) if re.fullmatch(r"\d+-\d+", name) else name), speed
-
-
-def _order(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\d+(,\d+)+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks, such as 0,2,1,3")
-    return tuple(map(int, text.split(",")))
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

@@ -36,13 +36,7 @@ from unickpt.diagnosis.recording.process_group_hooks import ProcessGroupHooks
 from unickpt.diagnosis.recording.recorder import CallRecorder
 from unickpt.diagnosis.recording.records import Phase
 from unickpt.diagnosis.recording.ring import SUFFIX, Identity, RingWriter
-from unickpt.diagnosis.recording.ring_folder import (
-    SessionNote,
-    remove_old,
-    shared_folder,
-    start_of_workers,
-    write_note,
-)
+from unickpt.diagnosis.recording.ring_folder import SessionNote, remove_old, shared_folder, start_of_workers, write_note
 from unickpt.diagnosis.recording.ring_room import RoomRequest, TimingOffError, agreed_records
 
 logger = logging.getLogger("unickpt")
@@ -154,12 +148,7 @@ class ProcessTiming:
         self._begun = 0
 
     def start(self, options: TimingOptions, labels: Labels, events: EventSource | None = None) -> Session | None:
-        """Begin to time unless timing is off or has begun. Never raises.
-
-        Args:
-            options: options of the user.
-            labels: returns the framework's process groups by kind.
-            events: as in ``Session``.
+        """Begin to time unless timing is off or has begun. Never raises. Arguments as of ``Session``.
 
         Returns:
             The session; None if timing is off or could not begin. Training continues in any case.
@@ -200,12 +189,7 @@ class ProcessTiming:
         return None if self._session is None else self._session.folder
 
     def time_layers(self, model: Any, find: Callable[[], Sequence[TimedLayer]]) -> None:
-        """Measure the layers of a model if the options ask for it. May be called again for the same model. Never raises.
-
-        Args:
-            model: the model, or a part of it.
-            find: returns its layers on this rank.
-        """
+        """Measure the layers that ``find`` returns of a model, once, if the options ask for it. Never raises."""
         layers = None if self._session is None else self._session.layers
         if layers is None:
             return

@@ -99,9 +99,6 @@ class LayerPrior:
     def remember(self, step: int) -> None:
         """Add the layers of this job to the store, once, when its ranks have come to a step from which slow ones are known.
 
-        Args:
-            step: newest step.
-
         Raises:
             FormatError: the store cannot be written.
         """
@@ -112,12 +109,7 @@ class LayerPrior:
 
 
 def usual_layers(ranks: Iterable[RankSample], earlier: Sequence[MeasuredLayer]) -> list[MeasuredLayer]:
-    """Return one layer for each class, data type, size and device, with median times of the ranks that are not slow.
-
-    Args:
-        ranks: ranks of this host.
-        earlier: layers of earlier jobs.
-    """
+    """Return one layer for each class, data type, size and device, with median times of the ranks that are not slow."""
     ranks = list(ranks)
     costs = ComputeCosts([*earlier, *(layer for each in ranks for layer in each.layers)])
     alike: dict[tuple[Any, ...], list[MeasuredLayer]] = {}
@@ -133,11 +125,7 @@ def usual_layers(ranks: Iterable[RankSample], earlier: Sequence[MeasuredLayer]) 
 
 
 def parsed(document: Any, where: str) -> tuple[int, RankSample]:
-    """Return the rank of a file, and its layers.
-
-    Args:
-        document: parsed JSON.
-        where: file, for messages.
+    """Return the rank of a parsed file, and its layers; ``where`` is the file, for messages.
 
     Raises:
         FormatError, ValueError, TypeError, KeyError: it is no file of sampled layers.

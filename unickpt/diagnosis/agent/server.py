@@ -157,23 +157,14 @@ class Collector:
     def verdicts(self) -> dict[str, Any]:
         """Return the published verdicts as JSON types."""
         with self._lock:
-            return {
-                "deadline_s": self._found.deadline_s,
-                "verdicts": as_json(self._found.verdicts, self._texts),
-            }
+            return {"deadline_s": self._found.deadline_s, "verdicts": as_json(self._found.verdicts, self._texts)}
 
 
 Current = Callable[[], tuple[Collector, str]]
 
 
 def answer(found: Examination, texts: Sequence[VerdictText], snapshot: Snapshot) -> AgentReply:
-    """Return what the agent of some ranks needs to know of the verdicts.
-
-    Args:
-        found: verdicts on the job.
-        texts: their texts.
-        snapshot: ranks of that agent.
-    """
+    """Return what the agent with the ranks of ``snapshot`` needs to know of the verdicts."""
     about = [
         (rank, Notice(verdict.key, text))
         for verdict, text in zip(found.verdicts, texts, strict=True)

@@ -19,11 +19,7 @@ _AHEAD = 64  # calls that a rank may have left out
 
 
 class CallOrder:
-    """The newest calls of every rank.
-
-    Args:
-        calls: newest calls of every rank.
-    """
+    """The newest calls of every rank."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls

@@ -18,15 +18,7 @@ from unickpt.diagnosis.detectors.next_steps import hint_of
 from unickpt.diagnosis.detectors.places import SLOW, gone_on, waiting_ranks, with_places
 from unickpt.diagnosis.detectors.slowness import slowness
 from unickpt.diagnosis.detectors.tcp_links import LinkHistory, Links, links_of, stuck_links
-from unickpt.diagnosis.detectors.verdicts import (
-    Cause,
-    DownMember,
-    Exited,
-    NotBegun,
-    SilentLinks,
-    Syndrome,
-    Verdict,
-)
+from unickpt.diagnosis.detectors.verdicts import Cause, DownMember, Exited, NotBegun, SilentLinks, Syndrome, Verdict
 from unickpt.diagnosis.detectors.waits import Groups
 from unickpt.diagnosis.host.process_exits import ASKED, TOGETHER_S, ExitStatus
 from unickpt.diagnosis.host.process_state import State

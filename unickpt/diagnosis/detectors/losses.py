@@ -28,11 +28,7 @@ WARM_UP = 5
 
 
 def losses(steps: StepRows) -> list[Verdict]:
-    """Return verdicts on ranks that are late now and then; otherwise on garbage collections in turn.
-
-    Args:
-        steps: newest steps of every rank.
-    """
+    """Return verdicts on ranks that are late now and then; otherwise on garbage collections in turn."""
     ranks, table = _tables(steps[steps["number"] > WARM_UP])
     if len(ranks) < 2 or table.shape[2] < FEWEST_STEPS:
         return []

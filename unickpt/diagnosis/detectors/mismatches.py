@@ -16,10 +16,6 @@ def mismatches(rows: ProgressTable, groups: Groups) -> list[Verdict]:
     """Return calls in which a rank waits and that differ between the members that have entered them.
 
     The ranks that differ from the majority are at fault; without a majority, all of them.
-
-    Args:
-        rows: progress of all ranks.
-        groups: communicators by number.
     """
     rows = rows[rows["source"] < 0]
     seq = np.where(rows["blocked"] > 0, rows["blocked"], rows["entered"])  # a rank that does not wait got through

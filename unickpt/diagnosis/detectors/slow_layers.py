@@ -29,11 +29,7 @@ WARM_UP, LAST, FEWEST = 2, 8, 4  # steps left out, compared, and needed
 
 
 def limit_of(error: float) -> float:
-    """Return the smallest ratio of measured to expected time that is not chance.
-
-    Args:
-        error: spread of the expected time, as a share of it.
-    """
+    """Return the smallest ratio of measured to expected time that is not chance, from its spread as a share."""
     return 1 + max(MARGIN, SPREADS * error)
 
 

@@ -20,10 +20,7 @@ LATE, LATE_OF = 6, 8  # late in LATE of the LATE_OF newest steps: links are not 
 def slowness(snapshot: Snapshot, links: Links, usual: LinkHistory | None) -> list[Verdict]:
     """Return verdicts on slow links by their own past, and on slow ranks; else on slow links by their transfers.
 
-    Args:
-        snapshot: all known ranks of the job.
-        links: TCP links of the job.
-        usual: past of the links, if it is known. This look is added to it.
+    This look is added to ``usual``, the past of the links, if it is known.
     """
     starved = starved_ranks(snapshot)
     short_of_cpu = _short_of_cpu(snapshot, starved)

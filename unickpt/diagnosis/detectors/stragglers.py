@@ -150,13 +150,7 @@ def _always(classes: Sequence[_Compared]) -> float:
 
 
 def _slow(peers: _Compared, always: float, judged: int) -> list[tuple[float, Verdict]]:
-    """Return verdicts on the slow ranks of one class, each with its excess in nanoseconds.
-
-    Args:
-        peers: ranks that make the same calls.
-        always: lasting difference between sound ranks, as a share of their own time.
-        judged: number of ranks of the job that are judged.
-    """
+    """Return verdicts on the slow ranks of one class, each with its excess in nanoseconds; ``judged`` are those of the job."""
     deviations = SIGMA * np.sqrt(2 * np.log(max(judged, 1) / FALSE_ALARMS))
     of_few = np.where(peers.explained > peers.middle / 2, min(EXPLAINED, OF_FEW / len(peers.ranks)), OF_FEW / len(peers.ranks))
     smallest = np.maximum(SMALLEST_NS, (SHARE + of_few) * peers.length_ns)

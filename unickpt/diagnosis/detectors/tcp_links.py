@@ -67,13 +67,7 @@ class LinkHistory:
         self._slow: dict[tuple[int, int], tuple[int, float]] = {}  # since when, and summed busy share
 
     def slow(self, links: Links, now_ns: int, hosts: Mapping[int, str] | None = None) -> list[Verdict]:
-        """Return verdicts on busy links that are slower than in the past; remember the others as normal.
-
-        Args:
-            links: links as of now.
-            now_ns: time of ``links``.
-            hosts: host name of each rank.
-        """
+        """Return verdicts on busy links that are slower than in the past; remember the others as normal."""
         times = np.zeros(len(links))
         known = np.zeros(len(links), bool)
         for at, (source, destination, ns_per_byte, share) in enumerate(links[_COLUMNS].tolist()):

@@ -65,10 +65,7 @@ def calls_waited_in(rows: ProgressTable, members: Members, gone: frozenset[int] 
     single = waiting["source"] >= 0
     needed = rows[np.isin(rows["comm"], waiting["comm"])]
     pairs = needed["source"] >= 0
-    return [
-        *_collectives(waiting[~single], needed[~pairs], members, dead),
-        *_pairs(waiting[single], needed[pairs], gone),
-    ]
+    return [*_collectives(waiting[~single], needed[~pairs], members, dead), *_pairs(waiting[single], needed[pairs], gone)]
 
 
 def _bytes(row: ProgressTable) -> int:

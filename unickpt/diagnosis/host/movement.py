@@ -63,12 +63,7 @@ class Traffic:
         self._at_s = 0.0
 
     def add(self, connections: Connections, at_s: float) -> None:
-        """Add a look. What a connection has moved before its first look counts, if it was not there at the first look.
-
-        Args:
-            connections: those of all ranks.
-            at_s: time of the look.
-        """
+        """Add a look. What a connection has moved before its first look counts, if it was not there at the first look."""
         gained = MOVING_BYTES_PER_S * (at_s - self._at_s)
         now: dict[int, _Passing] = {}
         counts = connections["acked"] + connections["received"]

@@ -42,11 +42,7 @@ def waited_ns(pid: int) -> int | None:
 
 
 class CpuWaitSampler:
-    """Measures how long each rank's main thread waits for a processor.
-
-    Args:
-        over: number of looks that a measurement covers.
-    """
+    """Measures how long each rank's main thread waits for a processor, over so many looks."""
 
     def __init__(self, over: int = 5) -> None:
         self._looks: deque[tuple[int, Mapping[int, int]]] = deque(maxlen=over + 1)

@@ -43,11 +43,7 @@ _BACKOFF, _UNACKED, _RTT, _RETRANSMITS, _ACKED, _RECEIVED, _UNSENT, _BUSY, _FULL
 
 
 def connections_of(pids: Mapping[int, int]) -> Connections:
-    """Return the connections of ranks on this host; empty if the system gives no access.
-
-    Args:
-        pids: process number of each rank.
-    """
+    """Return the connections of ranks on this host, by their process numbers; empty if the system gives no access."""
     owner: dict[int, int] = {}
     for rank, pid in pids.items():
         with contextlib.suppress(OSError):

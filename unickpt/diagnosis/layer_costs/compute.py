@@ -32,11 +32,7 @@ class WorkLine:
 
 
 class ComputeCosts:
-    """Predictor of the times of layers.
-
-    Args:
-        samples: measured layers, of any jobs.
-    """
+    """Predictor of the times of layers, from measured layers of any jobs."""
 
     def __init__(self, samples: Iterable[MeasuredLayer]) -> None:
         points: dict[LayerKey, dict[float, list[float]]] = {}

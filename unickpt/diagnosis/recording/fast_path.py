@@ -97,13 +97,7 @@ def available() -> bool:
 
 
 def state_of(ring: RingWriter, dtype_codes: dict[torch.dtype, int], *, extension: bool) -> RecorderState:
-    """Return the state of a recorder that writes to ``ring``.
-
-    Args:
-        ring: ring of this rank.
-        dtype_codes: codes of the dtypes in records.
-        extension: use the extension if it is installed.
-    """
+    """Return the state of a recorder that writes to ``ring``: that of the extension if it is wanted and installed."""
     if _fast is None or not extension:
         return PythonRecorderState()
     import numpy as np
@@ -115,14 +109,7 @@ def state_of(ring: RingWriter, dtype_codes: dict[torch.dtype, int], *, extension
 
 
 def method(state: RecorderState, name: str, original: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method ``name`` of process groups that records its calls.
-
-    Args:
-        state: state of the recorder.
-        name: name of the method.
-        original: method of torch.
-        fallback: the same with recording in Python.
-    """
+    """Return the method ``name`` of process groups that records its calls; ``fallback`` does so in Python."""
     op = _OPS.get(name)
     if op is None or _fast is None or not isinstance(state, _fast.State):
         return fallback
@@ -130,7 +117,7 @@ def method(state: RecorderState, name: str, original: Callable[..., Any], fallba
 
 
 def wait_method(state: RecorderState, original: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method ``wait`` of works that records the wait. Arguments as of ``method``."""
+    """Return the method ``wait`` of works that records the wait; ``fallback`` does so in Python."""
     if _fast is None or not isinstance(state, _fast.State):
         return fallback
     return _fast.Wait(state, original, fallback)

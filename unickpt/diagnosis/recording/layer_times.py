@@ -100,12 +100,7 @@ class LayerTimes:
         self._devices: set[torch.device] = set()
 
     def add(self, owner: Any, find: Callable[[], Sequence[TimedLayer]]) -> None:
-        """Add the layers of a model, once for each model.
-
-        Args:
-            owner: the model.
-            find: returns its layers.
-        """
+        """Add the layers that ``find`` returns of a model, once for each model."""
         if id(owner) in self._owners:
             return
         self._owners.add(id(owner))
@@ -256,12 +251,7 @@ def devices_of(module: torch.nn.Module) -> set[torch.device]:
 
 
 def dtype_of(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> str:
-    """Return the name of the data type that a module computes in: of autocast, its largest parameter, or its input.
-
-    Args:
-        module: the module.
-        inputs: tensors of the call.
-    """
+    """Return the name of the data type that a module computes in: of autocast, its largest parameter, or its ``inputs``."""
     parameters = [each for each in module.parameters() if each.is_floating_point()]
     found: torch.Tensor | None = max(parameters, key=torch.Tensor.numel, default=None)
     found = next((each for each in inputs if each.is_floating_point()), None) if found is None else found
@@ -272,11 +262,7 @@ def dtype_of(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> str:
 
 
 def device_name(devices: set[torch.device]) -> str:
-    """Return the name of the kind of device that layers are on.
-
-    Args:
-        devices: result of ``devices_of``.
-    """
+    """Return the name of the kind of device that layers are on, from ``devices_of``."""
     for device in devices:
         return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return f"cpu {platform.processor() or platform.machine()}"

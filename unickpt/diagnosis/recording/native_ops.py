@@ -37,9 +37,6 @@ class _RecordedCall(threading.local):
 class NativeOps:
     """Overrides of operators that write to one recorder.
 
-    Args:
-        recorder: recorder to write to.
-
     Attributes:
         reducing: whether calls from C++ are recorded, too.
     """

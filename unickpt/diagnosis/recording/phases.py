@@ -64,11 +64,7 @@ def _wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 class PhaseHooks:
-    """Hooks that write to one recorder. At most one instance per process is installed.
-
-    Args:
-        recorder: recorder to write to.
-    """
+    """Hooks that write to one recorder. At most one instance per process is installed."""
 
     def __init__(self, recorder: CallRecorder) -> None:
         self._recorder = recorder

@@ -50,11 +50,8 @@ class _CoalescedCalls(threading.local):
 class ProcessGroupHooks:
     """Hooks on torch.distributed that write to one recorder. At most one instance per process is installed.
 
-    Args:
-        recorder: recorder to write to.
-
     Attributes:
-        recorder: the same; None after ``uninstall``. A method that a caller has kept then only calls the original.
+        recorder: where they write to; None after ``uninstall``. A method that a caller has kept then only calls the original.
     """
 
     __slots__ = ("_coalescing", "_native", "_originals", "_thread", "recorder")

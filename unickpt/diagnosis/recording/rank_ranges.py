@@ -59,10 +59,6 @@ def position(rank: int, parts: Progressions) -> int | None:
 def checked_progressions(parts: Any, world: int = MOST_RANKS) -> Progressions:
     """Check untrusted progressions before anything of that size is allocated.
 
-    Args:
-        parts: data from a ring or from the network.
-        world: number of ranks of the job.
-
     Raises:
         ValueError: ``parts`` are not progressions, or contain ranks that the job does not have.
     """

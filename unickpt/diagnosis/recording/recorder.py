@@ -96,12 +96,7 @@ class CallRecorder:
         self.ring, self._describe = ring, describe
         self._device = None if events is None else DeviceTimer(events, self)
         self._rank = ring.identity.rank
-        self._pack, self._map, self._first, self._capacity = (
-            ring.pack,
-            ring.map,
-            ring.first_byte,
-            ring.capacity,
-        )
+        self._pack, self._map, self._first, self._capacity = (ring.pack, ring.map, ring.first_byte, ring.capacity)
         self.state = state_of(ring, DTYPE_CODES, extension=extension)
         self.state.blocked, self.state.waits_blocked = 1, 1 + (self._device is not None)  # ``ProcessGroupHooks`` take 1 off
         self._communicators: dict[str, Communicator] = {}

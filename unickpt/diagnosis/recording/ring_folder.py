@@ -58,11 +58,7 @@ def start_of_workers() -> str:
 
 
 def read_folder(folder: Path, *, last: int | None = None) -> HostRings:
-    """Read all rings in a folder.
-
-    Args:
-        folder: folder of one job.
-        last: number of newest records to read of each ring; default: all.
+    """Read all rings in the folder of a job, of each only the ``last`` records if a number is given.
 
     Raises:
         NotACheckpointError: there is no ring in the folder.
@@ -115,11 +111,6 @@ def shared_folder(parent: Path, job: str, store: Any) -> Path:
     """Create the folder of a job below a directory of all users, with mode 0700 and a name that other users cannot guess.
 
     The ranks agree on the random part of the name through the job's store.
-
-    Args:
-        parent: directory of all users (``SHARED_MEMORY``).
-        job: name of the job.
-        store: torch's store of the job.
 
     Raises:
         CoordinationError: the store holds an invalid name.

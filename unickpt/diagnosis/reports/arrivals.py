@@ -92,12 +92,7 @@ class StepTable:
 
 
 def by_step(job: JobRecords, *, last: int | None = None) -> StepTable:
-    """Return lateness and times by rank and step.
-
-    Args:
-        job: records of the job.
-        last: number of newest steps; default: all.
-    """
+    """Return lateness and times by rank and step, of the ``last`` steps or of all."""
     came = arrivals(job)
     own = [steps_of(number, rank.records, offset_ns=rank.to_clock_ns) for number, rank in job.ranks.items()]
     spent = np.concatenate([np.zeros(0, STEP), *own])

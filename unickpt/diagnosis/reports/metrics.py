@@ -85,13 +85,7 @@ _OF_STEPS = {
 def measurements(
     jobs: Sequence[HostRings], verdicts: Sequence[Verdict], clock_offsets_ns: Mapping[str, int] | None = None
 ) -> list[MetricValue]:
-    """Return all values from rings, by ascending step.
-
-    Args:
-        jobs: one for each host.
-        verdicts: verdicts on the job.
-        clock_offsets_ns: as in ``gather_records``.
-    """
+    """Return all values from rings, by ascending step."""
     job = gather_records(jobs, clock_offsets_ns)
     return [*_of_ranks(job), *_of_steps(job), *_of_groups(job), *of_verdicts(verdicts)]
 
@@ -184,13 +178,7 @@ def of_memory(status: MemoryStatus | None) -> list[MetricValue]:
 
 
 def live_measurements(snapshot: Snapshot, verdicts: Sequence[Verdict], memory: MemoryStatus | None = None) -> list[MetricValue]:
-    """All values that a snapshot has, of its newest steps.
-
-    Args:
-        snapshot: snapshot of the job.
-        verdicts: verdicts on the job.
-        memory: state of its memory tier.
-    """
+    """All values that a snapshot has, of its newest steps."""
     return [
         *_live_ranks(snapshot),
         *_live_steps(snapshot),
@@ -234,11 +222,7 @@ def _live_links(snapshot: Snapshot) -> Iterator[MetricValue]:
 
 
 def exposition(measured: Sequence[MetricValue], about: Mapping[str, str] = HELP) -> str:
-    """Return Prometheus' text format. Of a value for several steps, the newest counts.
-
-    Args:
-        measured: values, by ascending step.
-        about: one line about each name.
+    """Return Prometheus' text format of values by ascending step. Of a value for several steps, the newest counts.
 
     Raises:
         ConfigError: ``prometheus_client`` is not installed.

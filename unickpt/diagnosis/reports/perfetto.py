@@ -76,12 +76,7 @@ def _base(job: JobRecords) -> int:
 
 
 def events(job: JobRecords, base_ns: int) -> Iterator[Event]:
-    """Return all events by rank and time; the longer of two that begin together first.
-
-    Args:
-        job: records of the job.
-        base_ns: time 0 of the trace, on the job's clock.
-    """
+    """Return all events by rank and time; the longer of two that begin together first. Times are relative to ``base_ns``."""
     flows = pairs(job)
     for number, rank in job.ranks.items():
         names: dict[int, str] = {}

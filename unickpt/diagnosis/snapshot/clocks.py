@@ -41,11 +41,7 @@ class Offset:
 
 
 def clock_offsets(snapshots: Sequence[Snapshot]) -> list[Offset]:
-    """Return the clock offset of every host relative to the first one.
-
-    Args:
-        snapshots: one for each host, on its own clock.
-    """
+    """Return the clock offset of every host relative to the first one, from a snapshot of each on its own clock."""
     if not snapshots:
         return []
     zero = [0] * len(snapshots)
@@ -86,12 +82,7 @@ def _bounds(calls: Calls, host: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     order = np.lexsort((host, key))
     key, host, calls = key[order], host[order], calls[order]
     first = np.flatnonzero(np.r_[True, (key[1:] != key[:-1]) | (host[1:] != host[:-1])])
-    return (
-        key[first],
-        host[first],
-        np.maximum.reduceat(calls["call_ns"], first),
-        np.minimum.reduceat(calls["end_ns"], first),
-    )
+    return (key[first], host[first], np.maximum.reduceat(calls["call_ns"], first), np.minimum.reduceat(calls["end_ns"], first))
 
 
 def on_one_clock(snapshots: Sequence[Snapshot]) -> Snapshot:

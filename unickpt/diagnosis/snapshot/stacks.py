@@ -21,11 +21,6 @@ def stacks_of(folder: Path, own: Snapshot, ranks: Iterable[int]) -> dict[int, tu
     """Return the innermost frames of ranks of this host; empty if unknown.
 
     A stack that was written before the newest call of a rank is not used.
-
-    Args:
-        folder: folder of the rings.
-        own: ranks of this host.
-        ranks: ranks that are wanted.
     """
     paths = {rank: stack_dumps.path_of(folder, rank) for rank in ranks}
     asked = {own.ranks[rank].pid: path for rank, path in paths.items() if can_answer(own.ranks[rank])}

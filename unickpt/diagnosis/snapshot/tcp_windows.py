@@ -27,11 +27,7 @@ STUCK_BACKOFF = 2  # retransmission time-outs in a row after which a connection 
 
 
 class TcpSampler:
-    """Recent traffic of a host's connections.
-
-    Args:
-        over: number of looks that a window covers.
-    """
+    """Recent traffic of a host's connections, in windows of so many looks."""
 
     def __init__(self, over: int = 2) -> None:
         self._samples: deque[tuple[int, Connections]] = deque(maxlen=over + 1)

@@ -170,12 +170,7 @@ def any_order(counts: Sequence[int], table: Mapping[tuple[int, int], Floats]) ->
 
 
 def partition(choices: Sequence[StageChoice], microbatches: int) -> StageCut | None:
-    """Return the best cut; None if no cut has a finite cost.
-
-    Args:
-        choices: stages and their costs.
-        microbatches: microbatches of a step.
-    """
+    """Return the best cut; None if no cut has a finite cost."""
     least = _least(choices, bottleneck=True)
     if least is None:
         return None

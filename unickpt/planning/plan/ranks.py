@@ -113,11 +113,7 @@ def _order(blocks: Sequence[Sequence[int]], of: RankOrder) -> RankOrder:
 
 
 def plan_order(trace: Trace, steps: tuple[int, int] | None = None) -> OrderPlan:
-    """Return the best order of the hosts of a job, or of its ranks on one host.
-
-    Args:
-        trace: records of the job.
-        steps: first and last step; default: the newest ones.
+    """Return the best order of the hosts of a job, or of its ranks on one host. ``steps``: as of ``model_of``.
 
     Raises:
         FormatError: no step is known on all ranks, or hosts have different numbers of ranks.

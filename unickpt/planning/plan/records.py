@@ -34,10 +34,6 @@ class Recorded:
 def recorded(trace: Trace, ranks: Sequence[RankLayers]) -> Recorded:
     """Return what the newest steps of a job say.
 
-    Args:
-        trace: records of the job.
-        ranks: layers that its ranks have measured.
-
     Raises:
         FormatError: no step is known on all ranks.
     """

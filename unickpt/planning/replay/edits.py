@@ -199,8 +199,9 @@ def typical(now: Durations, graph: Graph, pieces: OwnTimes) -> Durations:
 
 def _medians(keys: Ints, values: Floats) -> Floats:
     """Return float64 ``[n]``: median of the values with the same key, for each of the keys ``[n]``."""
-    known, (found,), _ = grouped_quantiles(keys, values)
-    return found[np.searchsorted(known, keys)]
+    known, (of_key,), _ = grouped_quantiles(keys, values)
+    found: Floats = of_key[np.searchsorted(known, keys)]
+    return found
 
 
 def transfers_of_link(graph: Graph, pair: tuple[int, int]) -> Ints:

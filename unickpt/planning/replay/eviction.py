@@ -17,12 +17,7 @@ from unickpt.planning.replay.trace import Trace
 def gain_without(trace: Trace, ranks: Sequence[int], link: tuple[int, int] | None = None) -> float:
     """Return the fraction of a step, from 0 to 1, that the job would gain if these ranks or this link were like others.
 
-    Ranks get the own times of their peers. The transfers of a link take the median of other pairs with the same size.
-
-    Args:
-        trace: records of the job.
-        ranks: global ranks at fault; not used with a link.
-        link: two global ranks.
+    Global ranks get the own times of their peers. The transfers of a link take the median of other pairs with the same size.
 
     Raises:
         FormatError: no step is known on all ranks, or there is nothing to compare with.

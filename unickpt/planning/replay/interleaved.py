@@ -20,12 +20,7 @@ FORWARD = 1 / 3  # of the computation of a microbatch: a backward computation ha
 
 
 def interleaved_gain_s(graph: Graph, now: Durations, chunks: int) -> float:
-    """Return the seconds that a step becomes shorter.
-
-    Args:
-        graph: graph of a pipeline with the schedule 1F1B.
-        now: durations.
-        chunks: chunks of each stage. Each takes the same part of the stage's time.
+    """Return the seconds that a step becomes shorter. Each chunk takes the same part of a stage's time.
 
     Raises:
         FormatError: the job has no such pipeline, or a number of microbatches that the interleaved schedule does not allow.

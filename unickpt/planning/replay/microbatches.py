@@ -34,10 +34,6 @@ def with_microbatches(graph: Graph, wanted: int) -> Graph:
 
     The times of its events are not those of the new schedule; ``simulate`` computes them from the durations of the graph.
 
-    Args:
-        graph: graph of a pipeline with the schedule 1F1B.
-        wanted: microbatches of a step.
-
     Raises:
         FormatError: the calls of some rank do not repeat in each step, or ``wanted`` microbatches do not fill the pipeline.
     """

@@ -44,11 +44,7 @@ class ReplayModel:
 
 
 def model_of(trace: Trace, steps: tuple[int, int] | None = None) -> ReplayModel:
-    """Return the model of a window.
-
-    Args:
-        trace: records of the job.
-        steps: first and last step; default: the newest ``trace.DEFAULT_STEPS``.
+    """Return the model of the steps from the first to the last of ``steps``; default: the newest ``trace.DEFAULT_STEPS``.
 
     Raises:
         FormatError: no step is known on all ranks, or the records contradict each other.

@@ -150,12 +150,7 @@ class Questions:
 
 
 def analyse(trace: Trace, steps: tuple[int, int] | None = None, questions: Questions | None = None) -> WhatIf:
-    """Replay a window of a job and price its parts.
-
-    Args:
-        trace: records of the job.
-        steps: first and last step; default: the newest ``trace.DEFAULT_STEPS``.
-        questions: changes to predict.
+    """Replay a window of a job (``model_of``), price its parts, and answer questions.
 
     Raises:
         FormatError: no step is known on all ranks, the records contradict each other, or a question names an unknown rank.

@@ -16,11 +16,7 @@ _NS = 1e-9
 
 
 class SavedTimes:
-    """Replays a window of a job with less computation on some ranks.
-
-    Args:
-        trace: records of the job.
-        steps: first and last step; default: the newest ``trace.DEFAULT_STEPS``.
+    """Replays a window of a job with less computation on some ranks. ``steps``: as of ``model_of``.
 
     Attributes:
         step_s: measured step, the mean over the window.

@@ -98,11 +98,9 @@ class Window:
 
 
 def window_of(trace: Trace, steps: tuple[int, int] | None = None) -> Window:
-    """Return the steps that every rank has in its records, without a gap between them.
+    """Return the steps that every rank has in its records, without a gap between them: from the first to the last of ``steps``.
 
-    Args:
-        trace: records of the job.
-        steps: first and last step; default: the newest ``DEFAULT_STEPS``.
+    Default: the newest ``DEFAULT_STEPS``.
 
     Raises:
         FormatError: no such step is known on all ranks.

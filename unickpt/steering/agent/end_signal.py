@@ -12,14 +12,11 @@ SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUI
 
 
 class EndSignal:
-    """Calls a function with the name of the first signal that asks this process to end.
+    """Calls a function once, in a thread, with the name of the first signal that asks this process to end.
 
     torchrun handles these signals in its main thread, which then waits for the workers. Python writes the number of each
     handled signal to a file descriptor at once (``signal.set_wakeup_fd``). Without it, for instance in another thread, nothing
     is called.
-
-    Args:
-        told: called in a thread, one time.
     """
 
     def __init__(self, told: Callable[[str], None]) -> None:

@@ -28,15 +28,7 @@ from unickpt.steering.state.membership import Event, Heard, Joined, Membership, 
 from unickpt.steering.state.quorum import may_lead
 from unickpt.steering.state.transitions import transition
 from unickpt.steering.wire.addresses import LOOPBACKS, any_address, await_name, is_local, is_loopback, loopback_of, way_to
-from unickpt.steering.wire.codec import (
-    Frames,
-    SteeringError,
-    dial,
-    event_as_json,
-    join_address,
-    split_address,
-    state_from_json,
-)
+from unickpt.steering.wire.codec import Frames, SteeringError, dial, event_as_json, join_address, split_address, state_from_json
 from unickpt.steering.wire.last_members import file_of, forget, recall, remember
 from unickpt.steering.wire.probing import DIAL_S, Probe, Proof
 

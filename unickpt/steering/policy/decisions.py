@@ -20,11 +20,7 @@ _LONGER = 1.5  # a pause is noted if it is so many times as long as the longest 
 
 
 class Decisions:
-    """Memory of the leader between reports, apart from the state of the job.
-
-    Args:
-        options: thresholds of the policy.
-    """
+    """Memory of the leader between reports, apart from the state of the job."""
 
     def __init__(self, options: SteeringOptions) -> None:
         self._options = options
@@ -34,13 +30,7 @@ class Decisions:
         self._noted_s = 0.0
 
     def take(self, report: HubReport, state: Membership, now_s: float) -> list[Event]:
-        """Return the events of a report: orders, and progress. A report about another round has none.
-
-        Args:
-            report: newest report.
-            state: state of the job.
-            now_s: time on the clock of the state.
-        """
+        """Return the events of a report: orders, and progress. A report about another round has none."""
         round_ = state.round
         if state.closed or state.phase is not JobPhase.RUNNING or round_ is None or round_.epoch != report.epoch:
             return []

@@ -25,10 +25,6 @@ logger = logging.getLogger("unickpt")
 class Observers:
     """The file of the history, alerts and metrics.
 
-    Args:
-        options: options of the user.
-        run_id: ``--rdzv-id``.
-
     Attributes:
         chronicle: takes states and reports.
         leads: whether this agent leads; to be set when this is known.

@@ -39,12 +39,7 @@ class HostRow:
 
 
 def host_rows(state: Membership, now_s: float) -> list[HostRow]:
-    """Return a row for every known host: members by rank, then the others by name.
-
-    Args:
-        state: state of the job.
-        now_s: time on the clock of the state.
-    """
+    """Return a row for every known host: members by rank, then the others by name."""
     names = {*state.hosts, *state.parked, *(name for name in state.losses if name not in state.hosts)}
     rows = [_row(state, name, now_s) for name in sorted(names, key=natural)]
     return sorted(rows, key=lambda row: (row.rank is None, row.rank or 0))

@@ -38,11 +38,7 @@ class Answer:
 
 
 class Probe:
-    """Asks other agents of the job.
-
-    Args:
-        key: key of the job.
-    """
+    """Asks other agents of the job."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
