@@ -19,7 +19,7 @@ from unickpt.diagnosis.agent.loop import VERDICTS
 from unickpt.diagnosis.agent.server import fetch
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.verdicts import Verdict
-from unickpt.diagnosis.host.exit_file import read_exits
+from unickpt.diagnosis.host.process_exits import read_exits
 from unickpt.diagnosis.recording.ring_folder import has_living, own_jobs, read_folder
 from unickpt.diagnosis.reports.host_folders import placed
 from unickpt.diagnosis.reports.verdict_line import clock_time

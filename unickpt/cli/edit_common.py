@@ -16,8 +16,7 @@ from unickpt.checkpoint.storage.base import Storage, is_url
 from unickpt.checkpoint.storage.open import open_storage
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import is_file, locate_checkpoint
-from unickpt.cli.output import Output, human_bytes
-from unickpt.cli.progress import progress_bar
+from unickpt.cli.output import Output, human_bytes, progress_bar
 from unickpt.transform.convert.pipeline import Source, convert
 from unickpt.transform.edit.table import Table, table_of
 from unickpt.transform.edit.write import source_of

@@ -16,8 +16,7 @@ from unickpt.checkpoint.storage.base import is_url
 from unickpt.cli.edit_common import counted_files, sound
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import locate_checkpoint
-from unickpt.cli.output import Output, human_bytes
-from unickpt.cli.progress import progress_bar
+from unickpt.cli.output import Output, human_bytes, progress_bar
 from unickpt.transform.convert.deepspeed import universal_writer
 from unickpt.transform.convert.huggingface.files import CONFIG, configuration
 from unickpt.transform.convert.huggingface.vllm import export_vllm

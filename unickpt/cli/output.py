@@ -1,4 +1,4 @@
-"""Output of a command: styled tables on a terminal, plain aligned text elsewhere.
+"""Output of a command: styled tables and progress bars on a terminal, plain aligned text elsewhere.
 
 Names in a checkpoint are untrusted, so characters that control a terminal or break a line are escaped.
 """
@@ -6,11 +6,14 @@ Names in a checkpoint are untrusted, so characters that control a terminal or br
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -75,6 +78,19 @@ class Output:
 
     def _cell(self, value: object) -> str:
         return f"{value:,}" if type(value) is int else one_line(str(value), self._stream)
+
+
+@contextmanager
+def progress_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on standard error if it is a terminal; the function moves it by so many bytes."""
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(what, total=total_bytes)
+        yield lambda size_bytes: progress.advance(task, size_bytes)
 
 
 def one_line(text: str, stream: TextIO) -> str:

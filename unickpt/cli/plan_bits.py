@@ -15,9 +15,8 @@ from unickpt.cli.arguments import written_as
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.export_command import DTYPES, model_folder, settings_of
 from unickpt.cli.locate import locate_checkpoint
-from unickpt.cli.output import Output, human_bytes, write_json
+from unickpt.cli.output import Output, human_bytes, progress_bar, write_json
 from unickpt.cli.plan_command import unmet
-from unickpt.cli.progress import progress_bar
 from unickpt.planning.plan.partition import Device, Unmet
 from unickpt.transform.convert.huggingface.writer import as_huggingface
 from unickpt.transform.quantise.measure import INDICATORS

@@ -17,8 +17,7 @@ from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.arguments import numbers, written_as
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.locate import locate_checkpoint
-from unickpt.cli.output import Output, write_json
-from unickpt.cli.progress import progress_bar
+from unickpt.cli.output import Output, progress_bar, write_json
 from unickpt.planning.plan.layers import RankLayers
 from unickpt.planning.plan.precision import PrecisionPlan, SlowRanks, lowerable, plan_precision, slow_ranks
 from unickpt.planning.plan.sources import read_layers

@@ -11,8 +11,7 @@ from unickpt.checkpoint.load.verify import Verification, verify_files
 from unickpt.checkpoint.storage.open import open_storage
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import locate_checkpoint
-from unickpt.cli.output import Output, human_bytes
-from unickpt.cli.progress import progress_bar
+from unickpt.cli.output import Output, human_bytes, progress_bar
 
 JSON_SCHEMA = 1
 

@@ -37,7 +37,7 @@ from unickpt.base.left_workers import AGENT, LeftWorker, WorkerRecord, digest_of
 from unickpt.base.logs import make_visible, printable
 from unickpt.base.options.steering import SteeringOptions, from_rendezvous
 from unickpt.base.private_files import SHARED_MEMORY
-from unickpt.base.round_folder import RINGS, ROUND, RUN_ID, Failed
+from unickpt.base.round_folder import RINGS, ROUND, RUN_ID
 from unickpt.checkpoint.fence import FENCE
 from unickpt.steering.agent.end_signal import EndSignal
 from unickpt.steering.agent.peer import Peer
@@ -205,7 +205,7 @@ class SteeringHandler(RendezvousHandler):
 
     def set_closed(self) -> None:
         """Close the job on all hosts."""
-        self._leave(Left(self._peer.name, self._peer.incarnation, failed="the job was closed"))
+        self._leave(Left(*self._who, failed="the job was closed"))
 
     def num_nodes_waiting(self) -> int:
         """Return 1 if the workers must be restarted, else 0. Never raises: without steering, a healthy run goes on."""
@@ -220,9 +220,10 @@ class SteeringHandler(RendezvousHandler):
                 logger.info("unickpt: steering: stopping the workers of round %s: %s", _text(self._epoch), printable(why))
                 if self._workers is not None:
                     self._workers.look()  # before torchrun stops the workers, which may then wait for a save
-                ordered = any(order.epoch == self._epoch for order in state.orders)
-                self._agent.end(last_look=not ordered)  # an order has its verdict, and what is killed for it needs none
-                killed = [*kill_stopped_workers(), *kill_workers_of_ranks(self._at_fault(state))]
+                orders = [order for order in state.orders if order.epoch == self._epoch]
+                self._agent.end(last_look=not orders)  # an order has its verdict, and what is killed for it needs none
+                blamed = {rank for order in orders for rank in order.ranks}
+                killed = [*kill_stopped_workers(), *kill_workers_of_ranks(blamed)]
                 if killed:
                     logger.info("unickpt: steering: killed workers that are stopped or hang: %s", ", ".join(map(str, killed)))
             return 1
@@ -235,18 +236,14 @@ class SteeringHandler(RendezvousHandler):
         count = self._agent.commits()
         if count is not None and (self._epoch, count) != self._commits:
             self._commits = (self._epoch, count)
-            self._peer.say(Committed(self._peer.name, self._peer.incarnation, self._epoch, count))
-
-    def _at_fault(self, state: Membership) -> set[int]:
-        """Return the ranks that orders about the last round of this host blame."""
-        return {rank for order in state.orders if order.epoch == self._epoch for rank in order.ranks}
+            self._peer.say(Committed(*self._who, self._epoch, count))
 
     def shutdown(self) -> bool:
         """Leave the job. torchrun calls this when the workers have ended, or with the exception that ends the agent."""
         error = sys.exc_info()[1]
         finished = error is None
         failed = "" if finished else f"{type(error).__name__}"
-        return self._leave(Left(self._peer.name, self._peer.incarnation, finished, failed))
+        return self._leave(Left(*self._who, finished, failed))
 
     def _told_to_end(self, name: str) -> None:
         """torchrun gives the workers of this host time to end. They may save, for which all ranks are needed."""
@@ -256,7 +253,7 @@ class SteeringHandler(RendezvousHandler):
             "can save together, and no round begins before this host has left",
             name,
         )
-        self._peer.say(Leaving(self._peer.name, self._peer.incarnation, name))
+        self._peer.say(Leaving(*self._who, name))
 
     def _leave(self, event: Left) -> bool:
         atexit.unregister(self._leave)
@@ -266,10 +263,15 @@ class SteeringHandler(RendezvousHandler):
         if self._contact is not None:
             shutil.rmtree(self._contact, ignore_errors=True)
         self._record.end()
-        self._peer.close(Left(self._peer.name, self._peer.incarnation, event.finished, event.failed))
+        self._peer.close(Left(*self._who, event.finished, event.failed))
         if self._observers is not None:
             self._observers.close()
         return True
+
+    @property
+    def _who(self) -> tuple[str, str]:
+        """Name and incarnation of this agent, with which its events begin. The name may change once."""
+        return self._peer.name, self._peer.incarnation
 
     # ------------------------------------------------------------ rendezvous
 
@@ -282,7 +284,9 @@ class SteeringHandler(RendezvousHandler):
             SystemExit: the program has finished while this host was out, or a spare.
         """
         failed = self._workers.failure() if self._workers is not None and self._stopping != self._epoch else None
-        self._failure = () if failed is None else (self._cannot_start(failed),)
+        self._failure = ()
+        if failed is not None:
+            self._failure = (CannotStart(*self._who, self._epoch, failed.signature[:200], failed.text[:600]),)
         self._end_watch()
         self._agent.end(last_look=True)
         self._end_left_workers()
@@ -294,7 +298,7 @@ class SteeringHandler(RendezvousHandler):
             now_s = time.monotonic()
             if state is not None:
                 self._check_closed(state)
-                self._self_check.follow(state, self._peer.name, self._peer.incarnation)
+                self._self_check.follow(state, *self._who)
                 info = self._part_in(state)
                 if info is not None:
                     return info
@@ -328,10 +332,7 @@ class SteeringHandler(RendezvousHandler):
     def _say(self, *news: Event) -> None:
         if self._ends:
             return
-        self._peer.say(*self._failure, Arrived(self._peer.name, self._peer.incarnation, self._epoch), *news)
-
-    def _cannot_start(self, failed: Failed) -> CannotStart:
-        return CannotStart(self._peer.name, self._peer.incarnation, self._epoch, failed.signature[:200], failed.text[:600])
+        self._peer.say(*self._failure, Arrived(*self._who, self._epoch), *news)
 
     def _check_closed(self, state: Membership) -> None:
         if not state.closed:
@@ -343,8 +344,7 @@ class SteeringHandler(RendezvousHandler):
 
     def _part_in(self, state: Membership) -> RendezvousInfo | None:
         """Do this host's next step towards a round. Return the round when all members are connected."""
-        name, incarnation = self._peer.name, self._peer.incarnation
-        rank, round_ = rank_in_round(state, name, incarnation), state.round
+        rank, round_ = rank_in_round(state, *self._who), state.round
         if rank < 0 or round_ is None or round_.epoch == self._epoch:
             self._say()
             return None
@@ -358,7 +358,7 @@ class SteeringHandler(RendezvousHandler):
         return self._begin(rank, round_, store, state)
 
     def _connect(self, rank: int, round_: Round) -> None:
-        name, incarnation, epoch = self._peer.name, self._peer.incarnation, round_.epoch
+        epoch = round_.epoch
         if epoch in self._stores or (rank > 0 and not round_.store):
             return
         try:
@@ -368,7 +368,7 @@ class SteeringHandler(RendezvousHandler):
                 self._stores[epoch], self._reserved[epoch] = store, _reserve()
                 master = join_address(host, self._reserved[epoch].getsockname()[1])
                 hub = self._agent.hub(epoch)
-                self._say(Opened(name, incarnation, epoch, join_address(host, store.port), master, hub))
+                self._say(Opened(*self._who, epoch, join_address(host, store.port), master, hub))
             else:
                 host, port = split_address(round_.store)
                 wait = timedelta(seconds=CONNECT_S)
@@ -377,7 +377,7 @@ class SteeringHandler(RendezvousHandler):
                     lambda: self._is_past(epoch),
                     2 * CONNECT_S,
                 )
-                self._say(Ready(name, incarnation, epoch))
+                self._say(Ready(*self._who, epoch))
         except (OSError, RuntimeError, ValueError) as err:
             logger.warning("unickpt: steering: no connection to the store of round %s: %s", _text(epoch), err)
             time.sleep(0.5)
@@ -418,7 +418,7 @@ class SteeringHandler(RendezvousHandler):
             return state.ended if state is not None and state.round is not None and state.round.epoch == epoch else frozenset()
 
         def tell(ranks: tuple[int, ...]) -> None:
-            self._peer.keep(WorkersEnded(self._peer.name, self._peer.incarnation, epoch, ranks))
+            self._peer.keep(WorkersEnded(*self._who, epoch, ranks))
 
         variables = [f"{name}={value}".encode() for name, value in self._variables(epoch)]
         self._record.begin(variables)

@@ -14,22 +14,6 @@ from unickpt.diagnosis.agent.loop import notice, tell, watch
 from unickpt.diagnosis.agent.server import Collector, answer_prometheus, secret_of, serve
 
 
-class Pipe:
-    """Address of the job's first agent, from standard input, where training writes it."""
-
-    def __init__(self) -> None:
-        self._address = ""
-
-    def read(self) -> str:
-        """Wait for the address; '' if training has ended before."""
-        self._address = sys.stdin.buffer.readline(LONGEST_ADDRESS).decode(errors="replace").strip()
-        return self._address
-
-    def address(self) -> str:
-        """Return the address, '' if it has not arrived."""
-        return self._address
-
-
 def main() -> None:
     """Watch the ranks of this host until they have ended."""
     parser = argparse.ArgumentParser()
@@ -38,11 +22,18 @@ def main() -> None:
     parser.add_argument("--metrics-port", type=int, default=0)
     parser.add_argument("--metrics-address", default="127.0.0.1")
     args = parser.parse_args()
-    collector, pipe = None, Pipe()
+    addresses: list[str] = []  # of the job's first agent, when it has arrived
+
+    def read() -> str:
+        """Wait for the address on standard input, where training writes it; '' if training has ended before."""
+        addresses.append(sys.stdin.buffer.readline(LONGEST_ADDRESS).decode(errors="replace").strip())
+        return addresses[0]
+
+    collector = None
     if args.listen is None:
-        threading.Thread(target=pipe.read, daemon=True).start()
+        threading.Thread(target=read, daemon=True).start()
     else:
-        collector, secret = Collector(), secret_of(pipe.read())
+        collector, secret = Collector(), secret_of(read())
         if not secret:  # training has ended, or sent no secret
             return
         current = collector, secret
@@ -50,7 +41,7 @@ def main() -> None:
         if args.metrics_port:
             answer_prometheus(lambda: current, args.metrics_address, args.metrics_port, notice)
     with contextlib.suppress(KeyboardInterrupt):
-        watch(args.folder, tell, collector=collector, address=pipe.address, gives_way=True)
+        watch(args.folder, tell, collector=collector, address=lambda: "".join(addresses), gives_way=True)
 
 
 if __name__ == "__main__":

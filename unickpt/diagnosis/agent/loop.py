@@ -31,9 +31,8 @@ from unickpt.diagnosis.detectors.places import with_places
 from unickpt.diagnosis.detectors.tcp_links import LinkHistory
 from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.host import stack_dumps
-from unickpt.diagnosis.host.exit_file import append_exits
 from unickpt.diagnosis.host.movement import ProcessSample, Traffic, same_place_s, sample, still_s
-from unickpt.diagnosis.host.process_exits import ExitWatcher, ProcessExit
+from unickpt.diagnosis.host.process_exits import ExitWatcher, ProcessExit, append_exits
 from unickpt.diagnosis.host.process_state import CpuWaitSampler, State
 from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.host.tcp_counters import connections_of

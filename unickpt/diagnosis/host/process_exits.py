@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import select
 import signal
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from unickpt.base.private_files import append, read_text
 from unickpt.base.process_identity import stat_fields
 
 TOGETHER_S = 0.1  # between ends of processes of which one caused the others: launchers poll at this interval
@@ -25,6 +28,7 @@ _FIELD_EXIT_CODE = 49  # of /proc/PID/stat, after the name
 
 
 ASKED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})  # signals by which a process is asked to end
+EXITS, _MOST_BYTES = "exits.jsonl", 1 << 20  # beside the rings: the rings alone do not show who ended first, and by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +142,35 @@ def _of_reaped(descriptor: int) -> int | None:
         return None
     (given,) = struct.unpack_from("<Q", info, 0)
     return int(_EXIT_CODE.unpack_from(info, _INFO_BYTES - _EXIT_CODE.size)[0]) if given & _INFO_EXIT else None
+
+
+# ---------------------------------------------------------------- the file that the agent of the host writes
+
+
+def append_exits(folder: Path, exits: Mapping[int, ProcessExit]) -> None:
+    """Add a line for each process.
+
+    Args:
+        folder: folder of the rings.
+        exits: end of each process, by process number. Times are on the monotonic clock of this boot.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    lines = []
+    for pid, end in exits.items():
+        status = None if end.status is None else [end.status.signal, end.status.code]
+        lines.append(json.dumps({"pid": pid, "at_ns": end.at_ns, "status": status}))
+    if lines:
+        append(folder / EXITS, "".join(f"{line}\n" for line in lines).encode())
+
+
+def read_exits(folder: Path) -> dict[int, ProcessExit]:
+    """Return the newest end of each process number; invalid lines are left out, and a missing file has none."""
+    found: dict[int, ProcessExit] = {}
+    for line in read_text(folder / EXITS, _MOST_BYTES).splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            entry = json.loads(line)
+            status = None if entry["status"] is None else ExitStatus(*map(int, entry["status"]))
+            found[int(entry["pid"])] = ProcessExit(int(entry["at_ns"]), status)
+    return found

@@ -129,20 +129,8 @@ class DeviceTimer:
             return None
         try:
             with self._source.lock:
-                if not self._source.usable():
-                    self.skipped += 1
-                    return None
-                place = self._source.place()
-                device = self._device(place)
-                if device.unread:
-                    self._read(device, READ_AT_A_CALL)
-                event = self._take(device)
-                if event is None:
-                    self.skipped += 1
-                    return None
-                recorded_ns = _now()
-                event.record()
-                return DeviceCall((number,), place, recorded_ns, event)
+                marked = self._marked_now(READ_AT_A_CALL)
+                return None if marked is None else DeviceCall((number,), *marked)
         except Exception as err:
             self._stop(err)
             return None
@@ -212,27 +200,35 @@ class DeviceTimer:
             return
         try:
             with self._source.lock:
-                if not self._source.usable():
-                    self._skip_step()
+                marked = self._marked_now(READ_AT_A_STEP)
+                if marked is None:  # so the begin of the next step is unknown
+                    for device in self._devices.values():
+                        device.step_marked = False
                     return
-                device = self._device(self._source.place())
-                self._read(device, READ_AT_A_STEP)
-                event = self._take(device)
-                if event is None:
-                    self._skip_step()
-                    return
-                recorded_ns = _now()
-                event.record()
+                place, recorded_ns, event = marked
+                device = self._devices[place]
                 device.unread.append(_StepEnd(number, recorded_ns, event, device.step_marked))
                 device.step_marked = True
         except Exception as err:
             self._stop(err)
 
-    def _skip_step(self) -> None:
-        """The end of a step is not marked, so the begin of the next one is unknown."""
+    def _marked_now(self, reads: int) -> tuple[int, int, TimedEvent] | None:
+        """Read up to ``reads`` entries, and mark this instant. The caller holds the lock.
+
+        Returns:
+            Number of the device, host time before, and the event; None, which counts as skipped, if there is none.
+        """
+        if self._source.usable():
+            place = self._source.place()
+            device = self._device(place)
+            self._read(device, reads)
+            event = self._take(device)
+            if event is not None:
+                recorded_ns = _now()
+                event.record()
+                return place, recorded_ns, event
         self.skipped += 1
-        for device in self._devices.values():
-            device.step_marked = False
+        return None
 
     def read(self) -> None:
         """Read what has passed. For the end of recording."""

@@ -70,8 +70,8 @@ class LocalCopy:
             self.changed.wait_for(lambda: self.state is not seen, timeout_s)
             return self.state
 
-    def say(self, news: tuple[Event, ...]) -> None:
-        """Set the events that are reported again and again."""
+    def say(self, *news: Event) -> None:
+        """Set the events that are reported again and again, because a repeated event changes nothing."""
         with self.changed:
             self.news = news
             if self.leads:

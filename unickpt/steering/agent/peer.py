@@ -11,7 +11,6 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +20,7 @@ from unickpt.steering.agent.listening import Listener
 from unickpt.steering.agent.local_copy import LocalCopy
 from unickpt.steering.links.link_check import check
 from unickpt.steering.policy.decisions import Decisions
-from unickpt.steering.policy.reports import HubReport, report_as_json
+from unickpt.steering.policy.reports import report_as_json
 from unickpt.steering.publishing.chronicle import Chronicle
 from unickpt.steering.state.limits import Limits
 from unickpt.steering.state.membership import Event, Heard, Joined, Membership, Paused, Tick, TookOver, holds_name, successors
@@ -45,6 +44,8 @@ NAMES = 100  # agents of one machine
 class Peer:
     """One agent of a job. ``start`` it, and ``close`` it at the end.
 
+    ``read``, ``wait``, ``say``, ``keep``, ``found`` and ``order`` are those of its copy of the state (``LocalCopy``).
+
     Args:
         name: wanted name of the host. If another process of the job has it, ``#2``, ``#3`` ... is added.
         endpoint: ``host:port`` where the first leader is found.
@@ -64,7 +65,10 @@ class Peer:
         self.name, self.incarnation = name, secrets.token_hex(8)
         self._endpoint, self._limits, self._key = endpoint, limits, key
         self._local_address = local_address
-        self._copy = LocalCopy(self.incarnation, decisions, chronicle)
+        self._copy = copy = LocalCopy(self.incarnation, decisions, chronicle)
+        self.read, self.wait, self.say, self.keep, self.found, self.order = (
+            copy.read, copy.wait, copy.say, copy.keep, copy.found, copy.order
+        )  # fmt: skip
         self._probe = Probe(key)
         self._answers = Answers(self._copy, self._probe, key, self.incarnation, lambda: self.address, limits.expiry_s)
         self._listener = Listener(key, self._answers.answer, self._answers.look_after)
@@ -102,34 +106,6 @@ class Peer:
     def _way_to_members(self) -> str:
         """Return the address of this host that leads to the others of the last round; '' if none is known."""
         return next((own for each in recall(self._members) if (own := way_to(*split_address(each)))), "")
-
-    def read(self) -> Membership | None:
-        """Return the copy of the state; None before the first contact."""
-        return self._copy.read()
-
-    def wait(self, seen: Membership | None, timeout_s: float) -> Membership | None:
-        """Return the state as soon as it differs from ``seen``, or after a time."""
-        return self._copy.wait(seen, timeout_s)
-
-    def say(self, *news: Event) -> None:
-        """Set the events that are reported again and again, because a repeated event changes nothing."""
-        self._copy.say(news)
-
-    def keep(self, event: Event) -> None:
-        """Set the event of its kind that is reported again and again beside those of ``say``."""
-        self._copy.keep(event)
-
-    def found(self, report: HubReport) -> None:
-        """Take a report of the diagnosis agent on this host, for the leader."""
-        self._copy.found(report)
-
-    def order(self, events: Iterable[Event]) -> None:
-        """Apply orders. Only the leader can.
-
-        Raises:
-            SteeringError: this agent does not lead.
-        """
-        self._copy.order(events)
 
     @property
     def _identity(self) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from unickpt.steering.policy.policy import Fault, Finding
+from unickpt.steering.state.history import count, seconds
 from unickpt.steering.wire.codec import SteeringError
 
 MOST_FINDINGS, MOST_NAMES, LONGEST_TEXT = 64, 4096, 4096  # of a report; names and ranks of a finding; characters
-_LATEST = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,8 @@ def report_from_json(value: Any) -> HubReport:
         findings = value["findings"]
         if not isinstance(findings, list) or len(findings) > MOST_FINDINGS:
             raise ValueError("too many findings")
-        epoch = (_count(term), _count(number))
-        return HubReport(epoch, _count(value["step"]), _seconds(value["pause_s"]), tuple(_finding(each) for each in findings))
+        epoch = (count(term), count(number))
+        return HubReport(epoch, count(value["step"]), seconds(value["pause_s"]), tuple(_finding(each) for each in findings))
     except (KeyError, TypeError, ValueError, OverflowError) as err:
         raise SteeringError(f"not a report: {type(err).__name__}: {err}") from None
 
@@ -57,21 +56,15 @@ def _finding(value: Any) -> Finding:
     names = {field.name for field in fields(Finding)}
     if set(value) != names:
         raise ValueError(f"a finding has {sorted(names)}")
-    gain = _seconds(value["gain"])
+    gain = seconds(value["gain"])
     if gain > 1 or not isinstance(value["at_work"], bool):
         raise ValueError("a gain above 1, or at_work is not a boolean")
     return Finding(
-        fault=Fault(value["fault"]),
-        hosts=tuple(_text(host) for host in _items(value["hosts"])),
-        age_s=_seconds(value["age_s"]),
-        still_s=_seconds(value["still_s"]),
-        same_place_s=_seconds(value["same_place_s"]),
-        at_work=value["at_work"],
-        gain=gain,
-        blamed=_text(value["blamed"]),
-        text=_text(value["text"]),
-        ranks=tuple(_count(rank) for rank in _items(value["ranks"])),
-    )
+        fault=Fault(value["fault"]), hosts=tuple(_text(host) for host in _items(value["hosts"])),
+        age_s=seconds(value["age_s"]), still_s=seconds(value["still_s"]), same_place_s=seconds(value["same_place_s"]),
+        at_work=value["at_work"], gain=gain, blamed=_text(value["blamed"]), text=_text(value["text"]),
+        ranks=tuple(count(rank) for rank in _items(value["ranks"])),
+    )  # fmt: skip
 
 
 def _items(value: Any) -> list[Any]:
@@ -84,15 +77,3 @@ def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > LONGEST_TEXT:
         raise ValueError("not a text, or too long")
     return value
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _LATEST:
-        raise ValueError(f"{value!r} is no count")
-    return value
-
-
-def _seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{value!r} is no number of seconds")
-    return float(value)

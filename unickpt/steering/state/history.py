@@ -157,9 +157,9 @@ def entry_of(line: bytes) -> HistoryEntry:
         if not isinstance(hosts, list) or len(hosts) > MOST_NAMES or not isinstance(value.get("finished", False), bool):
             raise ValueError("hosts or finished are wrong")
         return HistoryEntry(
-            Kind(value["kind"]), _time(value["at_s"]), (_count(term), _count(number)), tuple(_text(host) for host in hosts),
-            _count(value.get("world", 0)), _count(value.get("step", 0)), _count(value.get("furthest", -1), least=-1),
-            _time(value.get("moved_s", 0.0)), _count(value.get("number", 0)), _text(value.get("action", "")),
+            Kind(value["kind"]), seconds(value["at_s"]), (count(term), count(number)), tuple(_text(host) for host in hosts),
+            count(value.get("world", 0)), count(value.get("step", 0)), count(value.get("furthest", -1), least=-1),
+            seconds(value.get("moved_s", 0.0)), count(value.get("number", 0)), _text(value.get("action", "")),
             _text(value.get("cause", "")), _text(value.get("text", "")), value.get("finished", False),
         )  # fmt: skip
     except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as err:
@@ -172,15 +172,17 @@ def _text(value: Any) -> str:
     return value[:LONGEST_TEXT]
 
 
-def _count(value: Any, least: int = 0) -> int:
+def count(value: Any, least: int = 0) -> int:
+    """Return a number that another process has sent. Raises ValueError."""
     if type(value) is not int or not least <= value < _LATEST:
         raise ValueError(f"{value!r} is no count")
     return value
 
 
-def _time(value: Any) -> float:
+def seconds(value: Any) -> float:
+    """Return a time or a duration that another process has sent. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{value!r} is no time")
+        raise ValueError(f"{value!r} is no number of seconds")
     return float(value)
 
 

@@ -21,8 +21,7 @@ from unickpt.diagnosis.agent.loop import StepHistory
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.p2p_links import transfers_of
 from unickpt.diagnosis.detectors.verdicts import Syndrome
-from unickpt.diagnosis.host.exit_file import EXITS, append_exits, read_exits
-from unickpt.diagnosis.host.process_exits import ExitStatus, ExitWatcher, ProcessExit
+from unickpt.diagnosis.host.process_exits import EXITS, ExitStatus, ExitWatcher, ProcessExit, append_exits, read_exits
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.records import Flag, Op, Phase
 from unickpt.diagnosis.recording.ring_folder import read_folder
