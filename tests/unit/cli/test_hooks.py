@@ -76,7 +76,7 @@ def test_hooks_status_reports_a_framework_that_is_not_installed(run: Any, monkey
 def test_hooks_status_survives_a_broken_framework(run: Any, run_json: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> Any:
         if name.startswith("unickpt."):
-            return import_module(name)
+            return importlib.import_module(name)
         print("a framework that greets")
         raise RuntimeError("no libcudart")
 
