@@ -172,9 +172,14 @@ def listening_at(address: str, port: int) -> socket:
 
 
 def exchange(
-    connection: HTTPConnection, method: str, path: str, body: bytes | None, headers: Mapping[str, str], most_bytes: int,
+    connection: HTTPConnection,
+    method: str,
+    path: str,
+    body: bytes | None,
+    headers: Mapping[str, str],
+    most_bytes: int,
     within_s: float,
-) -> tuple[int, bytes]:  # fmt: skip
+) -> tuple[int, bytes]:
     """Make one request, and return the status and at most ``most_bytes`` of the body. Redirects and proxies are not used.
 
     Args:

@@ -49,10 +49,21 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
         "groups": [[group.name, group.label, group.ranks, group.on_device] for group in snapshot.groups],
         "ranks": {
             str(rank): [
-                r.pid, r.host, r.state.value, r.closed, r.step, r.phase, r.heard_ns, list(r.coordinates),
+                r.pid,
+                r.host,
+                r.state.value,
+                r.closed,
+                r.step,
+                r.phase,
+                r.heard_ns,
+                list(r.coordinates),
                 [int(r.last.op), r.last.seq, r.last.label, r.last.end_ns] if r.last is not None else None,
                 [[frame.function, frame.file, frame.line, frame.own] for frame in r.stack],
-                [r.exit.signal, r.exit.code] if r.exit is not None else None, r.cpu_wait, r.still_s, r.same_place_s, r.failed,
+                [r.exit.signal, r.exit.code] if r.exit is not None else None,
+                r.cpu_wait,
+                r.still_s,
+                r.same_place_s,
+                r.failed,
                 [r.layers.took_s, r.layers.expected_s, r.layers.error, r.layers.steps] if r.layers is not None else None,
                 r.raised,
             ]
@@ -60,7 +71,7 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
         },
         "absent": {str(rank): [one.pid, one.host, one.state.value] for rank, one in snapshot.absent.items()},
         "tables": {name: len(table) for name, table in tables.items()},
-    }  # fmt: skip
+    }
     text = json.dumps(head).encode()
     return b"".join([_LENGTH.pack(len(text)), text, *(table.tobytes() for table in tables.values())])
 

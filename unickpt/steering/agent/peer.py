@@ -66,9 +66,8 @@ class Peer:
         self._endpoint, self._limits, self._key = endpoint, limits, key
         self._local_address = local_address
         self._copy = copy = LocalCopy(self.incarnation, decisions, chronicle)
-        self.read, self.wait, self.say, self.keep, self.found, self.order = (
-            copy.read, copy.wait, copy.say, copy.keep, copy.found, copy.order
-        )  # fmt: skip
+        self.read, self.wait, self.say = copy.read, copy.wait, copy.say
+        self.keep, self.found, self.order = copy.keep, copy.found, copy.order
         self._probe = Probe(key)
         self._answers = Answers(self._copy, self._probe, key, self.incarnation, lambda: self.address, limits.expiry_s)
         self._listener = Listener(key, self._answers.answer, self._answers.look_after)

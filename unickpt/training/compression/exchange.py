@@ -195,9 +195,14 @@ class GradientExchange:
         return torch.tensor([hi - lo for lo, hi in ends], device=device)
 
     def _set(
-        self, name: str, target: torch.Tensor, mean: torch.Tensor, scale: float, lost: torch.Tensor | None,
+        self,
+        name: str,
+        target: torch.Tensor,
+        mean: torch.Tensor,
+        scale: float,
+        lost: torch.Tensor | None,
         owes: torch.Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Set a gradient and what was lost. Residuals that a lossless exchange has sent are removed."""
         target.copy_((mean * scale).view(target.shape))
         finite = torch.isfinite(mean).all()
