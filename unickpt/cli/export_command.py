@@ -134,14 +134,16 @@ def _check_options(args: argparse.Namespace) -> None:
         (to not in FOLDERS and args.dtype, f"--dtype needs {model}: masters and optimizer states are exported as they are"),
         (to not in FOLDERS and args.with_code, f"--with-code needs {model}"),
         (to != VLLM and args.bits, f"--bits needs --to {VLLM}"),
-        (to == DCP and (args.config or args.dialect),
-         f"--config and --dialect have no effect with --to {DCP}, which keeps all names"),
+        (
+            to == DCP and (args.config or args.dialect),
+            f"--config and --dialect have no effect with --to {DCP}, which keeps all names",
+        ),
         (to != TORCH_DIST and args.expert_parallel, f"--expert-parallel needs --to {TORCH_DIST}"),
         (to != UNIVERSAL and args.tag, f"--tag needs --to {UNIVERSAL}"),
         (not args.shard_gigabytes > 0, f"--shard-gigabytes {args.shard_gigabytes:g}: expected a number above 0"),
         (output.exists() and not output.is_dir(), f"{output}: is a file; name a directory"),
         ((output / MANIFEST_FILE).exists(), holds),
-    ):  # fmt: skip
+    ):
         if wrong:
             raise ConfigError(text)
 

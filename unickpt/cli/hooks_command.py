@@ -26,18 +26,21 @@ FALLBACKS = "ds_unickpt.framework.fallbacks"
 # work that extensions do: the module that knows whether one is there, what it does, and what it means if it is not
 _IN_C = {
     "recording": (
-        "unickpt.diagnosis.recording.fast_path", "timing records calls in",
+        "unickpt.diagnosis.recording.fast_path",
+        "timing records calls in",
         "the extension is not installed, a record takes some microseconds",
     ),
     "copying": (
-        "unickpt.checkpoint.format.casts", "saves copy in",
+        "unickpt.checkpoint.format.casts",
+        "saves copy in",
         "the extension is not installed, asynchronous saves stop training longer",
     ),
     "reading": (
-        "unickpt.checkpoint.load.checked_read", "loads read in",
+        "unickpt.checkpoint.load.checked_read",
+        "loads read in",
         "no extension for this processor is installed, loads from memory take longer",
     ),
-}  # fmt: skip
+}
 _MARKDOWN_BEGINNING = """\
 <!-- Generated, do not edit: unickpt hooks status --markdown > docs/developing/hooks.md -->
 # Hooks

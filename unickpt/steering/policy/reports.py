@@ -60,11 +60,17 @@ def _finding(value: Any) -> Finding:
     if gain > 1 or not isinstance(value["at_work"], bool):
         raise ValueError("a gain above 1, or at_work is not a boolean")
     return Finding(
-        fault=Fault(value["fault"]), hosts=tuple(_text(host) for host in _items(value["hosts"])),
-        age_s=seconds(value["age_s"]), still_s=seconds(value["still_s"]), same_place_s=seconds(value["same_place_s"]),
-        at_work=value["at_work"], gain=gain, blamed=_text(value["blamed"]), text=_text(value["text"]),
+        fault=Fault(value["fault"]),
+        hosts=tuple(_text(host) for host in _items(value["hosts"])),
+        age_s=seconds(value["age_s"]),
+        still_s=seconds(value["still_s"]),
+        same_place_s=seconds(value["same_place_s"]),
+        at_work=value["at_work"],
+        gain=gain,
+        blamed=_text(value["blamed"]),
+        text=_text(value["text"]),
         ranks=tuple(count(rank) for rank in _items(value["ranks"])),
-    )  # fmt: skip
+    )
 
 
 def _items(value: Any) -> list[Any]:
