@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from unickpt.base.private_files import SHARED_MEMORY
+
 T = TypeVar("T")
 
 
@@ -54,4 +56,15 @@ def add_deadline(parser: argparse.ArgumentParser) -> None:
     """Declare the time limit of a call, ``args.after``."""
     parser.add_argument(
         "--after", type=float, metavar="SECONDS", help="time limit of a call (default: derived from the calls of the job)"
+    )
+
+
+def add_memory_folder(parser: argparse.ArgumentParser) -> None:
+    """Declare the folder of checkpoints in memory, ``args.memory_folder``."""
+    parser.add_argument(
+        "--memory-folder",
+        metavar="DIR",
+        type=Path,
+        default=SHARED_MEMORY,
+        help="directory in memory that holds checkpoints, as the option memory.folder (default: /dev/shm)",
     )

@@ -15,6 +15,7 @@ from unickpt.base.logs import printable
 from unickpt.base.private_files import SHARED_MEMORY
 from unickpt.checkpoint.memory.contact import GenerationRow, MemoryJob, age_s, as_json, jobs, look
 from unickpt.checkpoint.memory.generations import folder_of
+from unickpt.cli.arguments import add_memory_folder
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output, human_bytes
 from unickpt.steering.state.hosts import host_rows, table
@@ -42,13 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rdzv-id", metavar="ID", default="", help="as given to torchrun; needed with --rdzv-endpoint")
     parser.add_argument("--secret-file", metavar="FILE", type=Path, help="as given to torchrun by --rdzv-conf secret_file=FILE")
-    parser.add_argument(
-        "--memory-folder",
-        metavar="DIR",
-        type=Path,
-        default=SHARED_MEMORY,
-        help="directory in memory that holds checkpoints, as the option memory.folder (default: /dev/shm)",
-    )
+    add_memory_folder(parser)
     parser.add_argument("--json", action="store_true", help="the hosts, or the order, as one JSON document")
 
 

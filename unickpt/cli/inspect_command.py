@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from unickpt.base.errors import ConfigError, CorruptCheckpointError
-from unickpt.base.private_files import SHARED_MEMORY
 from unickpt.checkpoint.checkpoint_folder import latest_tag, read_manifest
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import Index
@@ -20,6 +18,7 @@ from unickpt.checkpoint.memory.contact import named as generation_named
 from unickpt.checkpoint.storage.base import Storage
 from unickpt.checkpoint.storage.open import open_storage
 from unickpt.cli import inspect_rounded, summary
+from unickpt.cli.arguments import add_memory_folder
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import locate
 from unickpt.cli.output import Output, human_bytes
@@ -40,13 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "A checkpoint in memory: memory://TOKEN/gNUMBER as in the log and in 'unickpt hosts', or its folder in /dev/shm; "
         "without gNUMBER the newest that can be loaded. Or a model folder with rounded weights ('export --to vllm')",
     )
-    parser.add_argument(
-        "--memory-folder",
-        metavar="DIR",
-        type=Path,
-        default=SHARED_MEMORY,
-        help="directory in memory that holds checkpoints, as the option memory.folder (default: /dev/shm)",
-    )
+    add_memory_folder(parser)
     parser.add_argument("--all", action="store_true", help=f"list all parameters, not only the first {_SHOWN_PARAMETERS}")
     parser.add_argument("--grep", metavar="REGEX", help="only parameters whose name contains a match")
     parser.add_argument("--objects", action="store_true", help="show the non-tensor state in full")

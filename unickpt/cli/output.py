@@ -108,6 +108,11 @@ def write_json(path: Path, document: object) -> None:
     open_storage(str(path.parent)).write_atomic(path.name, f"{json.dumps(document, indent=1)}\n".encode())
 
 
+def human_ms(seconds: float) -> str:
+    """Format a time, for example ``1,234.50 ms``."""
+    return f"{seconds * 1e3:,.2f} ms"
+
+
 def human_bytes(size_bytes: int) -> str:
     """Format a size, for example ``1.5 GiB (1,610,612,736 bytes)``."""
     exact = f"{size_bytes:,} byte" + ("" if size_bytes == 1 else "s")

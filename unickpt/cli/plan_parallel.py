@@ -10,7 +10,7 @@ from typing import Any
 
 from unickpt.cli.arguments import positive
 from unickpt.cli.exit_codes import SOUND
-from unickpt.cli.output import Output
+from unickpt.cli.output import Output, human_ms
 from unickpt.cli.plan_command import JSON_SCHEMA, unmet
 from unickpt.diagnosis.layer_costs.compute import ComputeCosts
 from unickpt.diagnosis.layer_costs.measured import MeasuredLayer
@@ -97,12 +97,7 @@ def _document(found: RatedLayout, space: Space, layers: list[MeasuredLayer]) -> 
 
 def _tell(found: list[RatedLayout], show: int, space: Space, layers: list[MeasuredLayer], out: Output) -> None:
     rows = [
-        (
-            str(each.layout),
-            f"{each.step_s * 1e3:,.2f} ms",
-            f"{each.gradients_s * 1e3:,.2f} ms",
-            f"{each.memory_bytes / 1e9:.3f} GB",
-        )
+        (str(each.layout), human_ms(each.step_s), human_ms(each.gradients_s), f"{each.memory_bytes / 1e9:.3f} GB")
         for each in found[:show]
     ]
     out.table(f"the fastest of {len(found)} layouts", ("layout", "step", "of it gradients", "memory"), rows)

@@ -12,7 +12,7 @@ from typing import Any
 from unickpt.base.errors import ConfigError
 from unickpt.cli.arguments import positive
 from unickpt.cli.exit_codes import SOUND
-from unickpt.cli.output import Output
+from unickpt.cli.output import Output, human_ms
 from unickpt.cli.plan_command import JSON_SCHEMA, unmet
 from unickpt.diagnosis.layer_costs.measured import MeasuredLayer
 from unickpt.diagnosis.recording.records import Op
@@ -123,9 +123,9 @@ def predicted_s(
 
 def _tell(document: dict[str, Any], out: Output) -> None:
     steps = document["step_s"]
-    out.line(f"predicted step: {steps['megatron'] * 1e3:,.2f} ms (Megatron), {steps['deepspeed'] * 1e3:,.2f} ms (DeepSpeed)")
+    out.line(f"predicted step: {human_ms(steps['megatron'])} (Megatron), {human_ms(steps['deepspeed'])} (DeepSpeed)")
     rows = [
-        (stage, device, f"{begin} to {end - 1}", f"{seconds * 1e3:,.2f} ms")
+        (stage, device, f"{begin} to {end - 1}", human_ms(seconds))
         for stage, (device, (begin, end), seconds) in enumerate(
             zip(document["devices"], pairwise(document["parts"]), document["times_s"], strict=True)
         )

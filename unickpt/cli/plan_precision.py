@@ -17,7 +17,7 @@ from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.arguments import numbers, written_as
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.locate import locate_checkpoint
-from unickpt.cli.output import Output, progress_bar, write_json
+from unickpt.cli.output import Output, human_ms, progress_bar, write_json
 from unickpt.planning.plan.layers import RankLayers
 from unickpt.planning.plan.precision import PrecisionPlan, SlowRanks, lowerable, plan_precision, slow_ranks
 from unickpt.planning.plan.sources import read_layers
@@ -158,21 +158,21 @@ def _prediction(found: PrecisionPlan, groups: Sequence[SlowRanks], times: SavedT
 
 
 def _tell(document: dict[str, Any], out: Output) -> None:
-    measured, step, lowest = (f"{document[name] * 1e3:,.2f} ms" for name in ("measured_s", "step_s", "lowest_s"))
+    measured, step, lowest = (human_ms(document[name]) for name in ("measured_s", "step_s", "lowest_s"))
     out.line(f"predicted step: {step}; measured: {measured}; with all layers of these ranks in bf16: {lowest}", style="bold")
     if document["lowest_s"] > document["unhindered_s"] * (1 + 1e-3) + document["error_s"]:
-        unhindered = f"{document['unhindered_s'] * 1e3:,.2f} ms"
+        unhindered = human_ms(document["unhindered_s"])
         out.line(f"speed binds: with all layers in bf16 these ranks still hold up the step ({unhindered} without their work)")
     for group in document["groups"]:
         ranks, layers = ",".join(map(str, group["ranks"])), group["layers"]
         low = sum(each["low"] for each in layers)
         out.line()
         out.line(
-            f"ranks {ranks}: {low} of {len(layers)} layers in bf16 save {group['saved_s'] * 1e3:,.2f} ms of a step; needed: "
-            f"{group['needed_s'] * 1e3:,.2f} ms"
+            f"ranks {ranks}: {low} of {len(layers)} layers in bf16 save {human_ms(group['saved_s'])} of a step; needed: "
+            f"{human_ms(group['needed_s'])}"
         )
         rows = [
-            (each["name"], LOW if each["low"] else "", f"{each['full_s'] * 1e3:,.2f} ms", f"{each['low_s'] * 1e3:,.2f} ms",
+            (each["name"], LOW if each["low"] else "", human_ms(each["full_s"]), human_ms(each["low_s"]),
              f"{each['error']:.4g}")
             for each in layers
         ]  # fmt: skip

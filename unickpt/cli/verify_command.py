@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import asdict
 
 from unickpt.base.errors import FormatError, NewerFormatError
 from unickpt.checkpoint.checkpoint_folder import read_manifest
@@ -31,18 +32,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     found = _verify(directory)
     seconds = time.monotonic() - begin
     if args.json:
-        out.json(
-            {
-                "schema": JSON_SCHEMA,
-                "directory": directory,
-                "sound": not found.problems,
-                "problems": found.problems,
-                "files": found.files,
-                "fragments": found.fragments,
-                "size_bytes": found.size_bytes,
-                "seconds": round(seconds, 3),
-            }
-        )
+        document = {"schema": JSON_SCHEMA, "directory": directory, "sound": not found.problems}
+        out.json(document | asdict(found) | {"seconds": round(seconds, 3)})
     else:
         for problem in found.problems:
             out.line(problem, style="red")

@@ -10,7 +10,7 @@ from pathlib import Path
 from unickpt.cli import whatif_stragglers
 from unickpt.cli.arguments import numbers, positive, steps, written_as
 from unickpt.cli.exit_codes import SOUND
-from unickpt.cli.output import Output
+from unickpt.cli.output import Output, human_ms
 from unickpt.planning.replay.price import SMALLEST, Questions, WhatIf, analyse
 from unickpt.planning.replay.sources import read_trace
 
@@ -112,11 +112,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def _tell(found: WhatIf, out: Output) -> None:
     first, last = found.steps
-    out.line(f"steps {first} to {last} of {found.ranks} ranks: {_ms(found.step_s)} a step")
-    out.line(f"replayed: {_ms(found.replayed_s)}; every figure below is +- {_ms(found.error_s)}")
+    out.line(f"steps {first} to {last} of {found.ranks} ranks: {human_ms(found.step_s)} a step")
+    out.line(f"replayed: {human_ms(found.replayed_s)}; every figure below is +- {human_ms(found.error_s)}")
     out.line(
         f"slowdown {found.slowdown:.3f}: with ranks like their peers, transfers like their class and no pauses a step takes "
-        f"{_ms(found.ideal_s)}"
+        f"{human_ms(found.ideal_s)}"
     )
     _table("cause", found.by_cause, found, out)
     _table("rank", {f"{rank}{_note(rank, found)}": seconds for rank, seconds in found.by_rank.items()}, found, out)
@@ -126,7 +126,9 @@ def _tell(found: WhatIf, out: Output) -> None:
     _table("group", found.by_group, found, out)
     _table("communication that computation could hide, at most", found.exposed, found, out)
     _table("the same by operation and size", found.exposed_operations, found, out)
-    rows = [(each.question, _ms(each.step_s), _ms(each.gain_s), f"+- {_ms(each.error_s)}") for each in found.answers]
+    rows = [
+        (each.question, human_ms(each.step_s), human_ms(each.gain_s), f"+- {human_ms(each.error_s)}") for each in found.answers
+    ]
     if rows:
         out.table("what if", ("change", "step", "gain", "error"), rows)
 
@@ -139,13 +141,9 @@ def _table(title: str, prices: Mapping[str, float], found: WhatIf, out: Output) 
     """Print the prices of one kind, the largest first. Prices within the error are combined."""
     ordered = sorted(prices.items(), key=lambda each: -each[1])
     shown = [each for each in ordered[:_SHOWN] if each[1] > max(found.error_s, SMALLEST * found.step_s)]
-    rows = [(name, _ms(seconds), f"{seconds / found.step_s:.1%}") for name, seconds in shown]
+    rows = [(name, human_ms(seconds), f"{seconds / found.step_s:.1%}") for name, seconds in shown]
     left = len(ordered) - len(shown)
     if left:
         rows.append((f"{left} {'others' if rows else 'in all'}", "", "nothing beyond the error" if left else ""))
     if ordered:
         out.table(title, ("name", "time", "of a step"), rows)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.2f} ms"

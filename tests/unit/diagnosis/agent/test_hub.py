@@ -16,7 +16,7 @@ import pytest
 from tests.unit.diagnosis.agent.made import hung
 from unickpt.cli.main import main
 from unickpt.diagnosis.agent import launch, server
-from unickpt.diagnosis.agent.loop import Agent
+from unickpt.diagnosis.agent.loop import Agent, notice
 from unickpt.diagnosis.agent.server import Collector, fetch, secret_of, send, serve
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.verdicts import Syndrome
@@ -180,14 +180,16 @@ def test_an_answer_names_only_existing_ranks(tmp_path: Path) -> None:
 def test_prometheus_is_answered_where_it_is_wanted(capfd: pytest.CaptureFixture[str]) -> None:
     """Metrics are served on this host only, unless ``metrics_address`` is set."""
     from unickpt.base.options.job import TimingOptions
-    from unickpt.diagnosis.agent.__main__ import _answer_prometheus
 
     assert TimingOptions().metrics_address == "127.0.0.1"
-    port = free_port()
-    assert _answer_prometheus(Collector(), "127.0.0.2", port, "secret")
+    port, current = free_port(), (Collector(), "secret")
+    server.answer_prometheus(lambda: current, "127.0.0.2", port, notice)
+    assert not capfd.readouterr().err
     for host, answers in (("127.0.0.2", True), ("127.0.0.1", False)):
         with contextlib.closing(socket.socket()) as client:
             assert (client.connect_ex((host, port)) == 0) is answers
-    assert not _answer_prometheus(Collector(), "no such\x1b[2J", port, "secret")
-    assert not _answer_prometheus(Collector(), "127.0.0.1", 1 << 20, "secret")
-    assert "Prometheus is not answered on no such\\x1b[2J" in capfd.readouterr().err
+    server.answer_prometheus(lambda: current, "no such\x1b[2J", port, notice)
+    server.answer_prometheus(lambda: current, "127.0.0.1", 1 << 20, notice)
+    told = capfd.readouterr().err
+    assert told.count("Prometheus is not answered on ") == 2
+    assert "answered on no such\\x1b[2J" in told
