@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,14 @@ def checked_progressions(parts: Any, world: int = MOST_RANKS) -> Progressions:
         ):
             raise ValueError(f"members of a group that are no ranks: {count} from {first} in steps of {step}")
     return found
+
+
+def members_in(entry: Mapping[str, Any], world: int) -> Progressions:
+    """Return the members of a group in the table of a rank, which is untrusted; none if they are not sound."""
+    try:
+        return checked_progressions(entry.get("ranks", []), world)
+    except ValueError:
+        return ()
 
 
 def axis_of(label: str) -> str:

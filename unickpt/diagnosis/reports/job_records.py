@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from unickpt.base.arrays import Ints
 from unickpt.diagnosis.host.process_state import State
-from unickpt.diagnosis.recording.rank_ranges import MOST_MEMBERS, Progressions, checked_progressions, count_of, expanded
+from unickpt.diagnosis.recording.rank_ranges import MOST_MEMBERS, count_of, expanded, members_in
 from unickpt.diagnosis.recording.rank_ranges import coordinates as place_among
 from unickpt.diagnosis.recording.records import DTYPES, Flag, Op, Records
 from unickpt.diagnosis.recording.ring import RingContents
@@ -165,7 +164,7 @@ def _listed(ring: RingContents, groups: dict[str, JobGroup]) -> list[int]:
         name = str(entry.get("name", f"?{ring.identity.rank}/{at}"))
         if name not in groups:
             label = str(entry.get("label") or name)
-            parts = _parts(entry, ring.identity.world)
+            parts = members_in(entry, ring.identity.world)
             left -= count_of(parts)
             ranks = expanded(parts if left >= 0 else ())
             groups[name] = JobGroup(len(groups), name, label, str(entry.get("backend", _ON_HOST[0])), ranks)
@@ -185,16 +184,9 @@ def _numbers(records: Records, at: list[int], rank: int, groups: dict[str, JobGr
     return numbers
 
 
-def _parts(entry: Mapping[str, Any], world: int) -> Progressions:
-    try:
-        return checked_progressions(entry.get("ranks", []), world)
-    except ValueError:
-        return ()
-
-
 def coordinates(ring: RingContents) -> dict[str, int]:
     """Return a rank's place in the parallel layout: ``{"tp": 1, "pp": 0, "dp": 2}``."""
-    groups = ((str(entry.get("label", "")), _parts(entry, ring.identity.world)) for entry in ring.communicators)
+    groups = ((str(entry.get("label", "")), members_in(entry, ring.identity.world)) for entry in ring.communicators)
     return place_among(ring.identity.rank, groups)
 
 

@@ -17,14 +17,7 @@ from unickpt.diagnosis.host.process_exits import ExitStatus, ProcessExit
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.recording.launched import AbsentRank
-from unickpt.diagnosis.recording.rank_ranges import (
-    MOST_MEMBERS,
-    Progressions,
-    checked_progressions,
-    coordinates,
-    count_of,
-    expanded,
-)
+from unickpt.diagnosis.recording.rank_ranges import MOST_MEMBERS, Progressions, coordinates, count_of, expanded, members_in
 from unickpt.diagnosis.recording.records import Flag, Op, Records, begins_ns, bytes_in, bytes_out, ends_of
 from unickpt.diagnosis.recording.ring import RingContents
 from unickpt.diagnosis.recording.ring_folder import HostRings
@@ -242,11 +235,8 @@ def take_snapshot(
 
 def _group(entry: Mapping[str, Any], at: int, world: int) -> GroupInfo:
     name = str(entry.get("name", f"?{at}"))[:_NAME]
-    try:
-        ranks = checked_progressions(entry.get("ranks", []), world)
-    except ValueError:  # untrusted
-        ranks = ()
-    return GroupInfo(name, str(entry.get("label", ""))[:_LABEL], ranks, bool(entry.get("on_device", False)))
+    label, on_device = str(entry.get("label", ""))[:_LABEL], bool(entry.get("on_device", False))
+    return GroupInfo(name, label, members_in(entry, world), on_device)
 
 
 def limit_members(groups: Sequence[GroupInfo]) -> list[GroupInfo]:
