@@ -108,9 +108,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
     texts = render_all(verdicts, snapshot)
     before = _told_before(folders, verdicts)
     if args.json:
-        document = {"schema": JSON_SCHEMA, "ranks": len(snapshot.ranks), "deadline_s": found.deadline_s}
-        document |= {"verdicts": as_json(verdicts, texts), "told_before": before, "problems": snapshot.problems}
-        out.json(document)
+        state = {"schema": JSON_SCHEMA, "ranks": len(snapshot.ranks), "deadline_s": found.deadline_s}
+        told = {"verdicts": as_json(verdicts, texts), "told_before": before, "problems": snapshot.problems}
+        out.json({**state, **told})
     else:
         for problem in snapshot.problems:
             out.line(problem, style="yellow")

@@ -32,8 +32,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     found = _verify(directory)
     seconds = time.monotonic() - begin
     if args.json:
-        document = {"schema": JSON_SCHEMA, "directory": directory, "sound": not found.problems}
-        out.json(document | asdict(found) | {"seconds": round(seconds, 3)})
+        head = {"schema": JSON_SCHEMA, "directory": directory, "sound": not found.problems}
+        out.json({**head, **asdict(found), "seconds": round(seconds, 3)})
     else:
         for problem in found.problems:
             out.line(problem, style="red")
