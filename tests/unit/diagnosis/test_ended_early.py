@@ -13,7 +13,8 @@ from tests.unit.diagnosis.agent.made import S, call, ring
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.verdicts import EndedEarly, OneCallMore, Syndrome, Verdict
 from unickpt.diagnosis.host.process_exits import ExitStatus
-from unickpt.diagnosis.recording.records import Phase
+from unickpt.diagnosis.recording.rank_ranges import progressions
+from unickpt.diagnosis.recording.records import Op, Phase
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.snapshot.snapshot import take_snapshot
 
@@ -44,6 +45,26 @@ def test_the_smaller_side_is_at_fault(
     (found,) = verdicts(tmp_path, waiting, ended)
     assert (found.syndrome, found.ranks, found.victims) == (Syndrome.MISMATCH, at_fault, len(waiting))
     assert isinstance(found.next, next_step)
+
+
+def test_of_several_calls_that_wait_for_one_rank_that_with_most_waiters_is_named(tmp_path: Path) -> None:
+    """Ranks 0 and 1 wait in a call of all, rank 3 in a call of its own group with rank 2, which has ended."""
+    now = time.monotonic_ns()
+    for rank in range(4):
+        made = ring(tmp_path, rank)
+        for number in (1, 2):
+            call(made, number, now - 13 * S, now - 12 * S)
+        if rank in (0, 1):
+            call(made, 3, now - 3 * S, 0)
+        if rank == 3:
+            call(made, 3, now - 13 * S, now - 12 * S)
+            made.list_communicator({"name": "pair", "label": "", "backend": "gloo", "ranks": progressions([2, 3])})
+            made.put(4, now - 3 * S, 0, now - 3 * S, 0, 1, 8, 8, 1, int(Op.ALL_REDUCE), 2, 0, 0, 0, -1, 0, 20, 7)
+        made.state(heartbeat_ns=now, step=20, newest=4, phase=int(Phase.BACKWARD))
+    seen = take_snapshot(read_folder(tmp_path))
+    over = {2: replace(seen.ranks[2], closed=True, exit=ExitStatus())}
+    (found,) = examine(replace(seen, ranks={**seen.ranks, **over})).verdicts
+    assert (found.ranks, found.victims, found.seq) == ((2,), 2, 3)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -133,14 +132,12 @@ def made_snapshot(rank: int, world: int, groups: list[dict[str, Any]], rows: lis
     return RingContents(who, groups, records, int(rows[-1]["step"]), int(Phase.FORWARD), 0, False)
 
 
-def test_a_report_of_a_thousand_ranks_is_small_and_fast(tmp_path: Path) -> None:
+def test_a_report_of_a_thousand_ranks_is_small(tmp_path: Path) -> None:
     job = large(1024, 200)
-    begin = time.monotonic()
     view = gather_records([job])
     verdict = Verdict(Syndrome.NON_COMMUNICATION_SLOW, (700,), 0)
     verdicts = [(verdict, VerdictText("unickpt SLOW rank=700", "rank 700 is late"))]
     write_report(contents(view, verdicts), tmp_path / "report.html")
-    assert time.monotonic() - begin < 60
     assert (tmp_path / "report.html").stat().st_size < 5_000_000
     data = json.loads(Markup((tmp_path / "report.html").read_text()).scripts[0])
     assert data["heat"]["steps_per_column"] == 2
