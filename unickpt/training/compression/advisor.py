@@ -7,8 +7,10 @@ scheme it gives the step with fewer bytes and the time of the code added. A sche
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import timeit
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
@@ -264,3 +266,15 @@ def _reason(scheme: str, exposed_s: float, gain_s: float, least_s: float) -> str
     if exposed_s <= least_s:
         return "its communication is hidden, or costs less than is worth a change"
     return "the code would take longer than the bytes that it saves"
+
+
+def measured_code_s(code: Callable[[], None], size_bytes: int, clock: Callable[[], float], repeats: int = 5) -> float:
+    """Return the seconds per byte of a function that codes and decodes ``size_bytes``: the median of some runs.
+
+    Args:
+        code: the function; on a device it waits for the result.
+        size_bytes: bytes of the gradients that it codes.
+        clock: returns seconds.
+        repeats: number of runs.
+    """
+    return median(timeit.repeat(code, number=1, repeat=repeats, timer=clock)) / size_bytes

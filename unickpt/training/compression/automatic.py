@@ -7,10 +7,9 @@ are not considered: they send an element late, which limits the learning rate.
 from __future__ import annotations
 
 import math
-import timeit
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from unickpt.base.errors import ConfigError, FormatError
 from unickpt.diagnosis.recording.records import Op
 from unickpt.planning.replay import edits
 from unickpt.planning.replay.trace import Trace
-from unickpt.training.compression.advisor import LEAST_GAIN, BucketReplay, Candidate
+from unickpt.training.compression.advisor import LEAST_GAIN, BucketReplay, Candidate, measured_code_s
 from unickpt.training.compression.exchange import GradientExchange
 from unickpt.training.compression.settings import NONE, Compression
 from unickpt.training.compression.sizes import sent_bytes
@@ -158,6 +157,6 @@ def timed_candidates(
             gradient.view(-1)[0].item()  # waits for the device
 
         code()
-        code_s = median(timeit.repeat(code, number=1, repeat=_REPEATS)) / gradient.nbytes
+        code_s = measured_code_s(code, gradient.nbytes, time.perf_counter, _REPEATS)
         found[name] = Candidate(sent_bytes(scheme, shapes, world) / max(whole, 1), code_s, str(device))
     return found
