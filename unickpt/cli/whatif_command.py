@@ -119,7 +119,8 @@ def _tell(found: WhatIf, out: Output) -> None:
         f"{human_ms(found.ideal_s)}"
     )
     _table("cause", found.by_cause, found, out)
-    _table("rank", {f"{rank}{_note(rank, found)}": seconds for rank, seconds in found.by_rank.items()}, found, out)
+    notes = dict.fromkeys(found.without_peers, " (compared with other stages)")
+    _table("rank", {f"{rank}{notes.get(rank, '')}": seconds for rank, seconds in found.by_rank.items()}, found, out)
     _table("host", found.by_host, found, out)
     _table("pipeline stage", {str(stage): seconds for stage, seconds in found.by_stage.items()}, found, out)
     _table("link", found.by_link, found, out)
@@ -133,10 +134,6 @@ def _tell(found: WhatIf, out: Output) -> None:
         out.table("what if", ("change", "step", "gain", "error"), rows)
 
 
-def _note(rank: int, found: WhatIf) -> str:
-    return " (compared with other stages)" if rank in found.without_peers else ""
-
-
 def _table(title: str, prices: Mapping[str, float], found: WhatIf, out: Output) -> None:
     """Print the prices of one kind, the largest first. Prices within the error are combined."""
     ordered = sorted(prices.items(), key=lambda each: -each[1])
@@ -144,6 +141,6 @@ def _table(title: str, prices: Mapping[str, float], found: WhatIf, out: Output) 
     rows = [(name, human_ms(seconds), f"{seconds / found.step_s:.1%}") for name, seconds in shown]
     left = len(ordered) - len(shown)
     if left:
-        rows.append((f"{left} {'others' if rows else 'in all'}", "", "nothing beyond the error" if left else ""))
+        rows.append((f"{left} {'others' if rows else 'in all'}", "", "nothing beyond the error"))
     if ordered:
         out.table(title, ("name", "time", "of a step"), rows)

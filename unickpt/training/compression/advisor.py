@@ -10,7 +10,6 @@ from __future__ import annotations
 import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 
@@ -277,4 +276,4 @@ def measured_code_s(code: Callable[[], None], size_bytes: int, clock: Callable[[
         clock: returns seconds.
         repeats: number of runs.
     """
-    return median(timeit.repeat(code, number=1, repeat=repeats, timer=clock)) / size_bytes
+    return float(np.median(timeit.repeat(code, number=1, repeat=repeats, timer=clock))) / size_bytes
