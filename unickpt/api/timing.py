@@ -35,7 +35,7 @@ def phase(name: str) -> Iterator[None]:
     from unickpt.diagnosis.recording.records import Phase
 
     phases = {"evaluate": Phase.EVALUATION, "checkpoint": Phase.CHECKPOINT, "data": Phase.DATA}
-    if name not in phases:
+    if name not in tuple(phases):  # of any type
         raise ConfigError(f"phase {name!r} is unknown; expected one of {', '.join(phases)}")
     with session.in_phase(phases[name]):
         yield

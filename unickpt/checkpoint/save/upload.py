@@ -26,7 +26,7 @@ from unickpt.checkpoint.coordination.pending import Pending
 from unickpt.checkpoint.fence import guarded, writing_copy
 from unickpt.checkpoint.format.checksums import RunningDigest
 from unickpt.checkpoint.format.layout import LATEST_FILE, RankFiles
-from unickpt.checkpoint.format.manifest import FileRecord, Manifest
+from unickpt.checkpoint.format.manifest import MANIFEST_FILE, FileRecord, Manifest
 from unickpt.checkpoint.save import commit
 from unickpt.checkpoint.save.data_file import Pace
 from unickpt.checkpoint.save.failure import save_failure
@@ -177,6 +177,8 @@ class _Upload:
         try:
             self._data = self._files.enter_context(source.reader(self.request.record.path))
             if self.request.exchange.rank == 0:
+                if source.size_bytes(MANIFEST_FILE) is None:
+                    raise StorageError(f"{source.where(MANIFEST_FILE)}: it is gone since its save")
                 self._manifest = read_manifest(source)
                 self._index = self._files.enter_context(source.reader(self._manifest.index))
         except Exception as err:
