@@ -56,6 +56,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
                 _convert(_open(source, args, opened), directory, args, out)
             else:
                 _convert_all(program, directory, args, out, opened)
+    except BrokenPipeError:  # of the standard output, after the write
+        raise
     except OSError as err:
         raise UnickptError(f"could not convert {source} into {directory}: {err}") from err
     return SOUND

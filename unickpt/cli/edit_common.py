@@ -79,6 +79,8 @@ def operate(table: Table, sources: Sequence[str], steps: Sequence[object], args:
         return DAMAGED
     try:
         write("write", source, directory, args, out)
+    except BrokenPipeError:  # of the standard output, after the write
+        raise
     except OSError as err:
         raise UnickptError(f"could not write {directory} from {', '.join(sources)}: {err}") from err
     return SOUND

@@ -18,7 +18,16 @@ from unickpt.diagnosis.detectors.next_steps import hint_of
 from unickpt.diagnosis.detectors.places import SLOW, gone_on, waiting_ranks, with_places
 from unickpt.diagnosis.detectors.slowness import slowness
 from unickpt.diagnosis.detectors.tcp_links import LinkHistory, Links, links_of, stuck_links
-from unickpt.diagnosis.detectors.verdicts import Cause, DownMember, Exited, NotBegun, SilentLinks, Syndrome, Verdict
+from unickpt.diagnosis.detectors.verdicts import (
+    CallVariant,
+    Cause,
+    DownMember,
+    Exited,
+    NotBegun,
+    SilentLinks,
+    Syndrome,
+    Verdict,
+)
 from unickpt.diagnosis.detectors.waits import Groups
 from unickpt.diagnosis.host.process_exits import ASKED, TOGETHER_S, ExitStatus
 from unickpt.diagnosis.host.process_state import State
@@ -110,19 +119,36 @@ def _with_absent(verdict: Verdict, snapshot: Snapshot) -> Verdict:
 
 
 def _died_of_a_mismatch(rows: ProgressTable, died: frozenset[int], groups: Groups, snapshot: Snapshot) -> list[Verdict]:
-    """Return verdicts on calls in which ranks died, and that differ between the members: gloo aborts such a process.
+    """Return verdicts on calls in which ranks died, and that differ between the members: gloo aborts such a process."""
+    at = _key(rows["comm"], np.where(rows["blocked"] > 0, rows["blocked"], rows["entered"]))
+    inside = (rows["blocked"] > 0) & (rows["source"] < 0) & np.isin(rows["rank"], list(died))
+    found = mismatches(rows[np.isin(at, at[inside])], groups)
+    aborted = [rank for rank in died if (status := snapshot.ranks[rank].exit) and status.signal == signal.SIGABRT]
+    if found or not aborted:
+        return found
+    return [
+        verdict
+        for verdict in mismatches(rows[np.isin(at, _maybe_aborted_in(rows, aborted, snapshot))], groups)
+        if not (verdict.group and verdict.group.on_device) and _of_other_sizes(verdict)
+    ]
 
-    It does so in a thread of its own, perhaps before the rank waits in the call, and while it has begun several. A process that
-    was aborted may have been so in the call after its newest one, which its ring does not hold yet.
+
+def _maybe_aborted_in(rows: ProgressTable, aborted: list[int], snapshot: Snapshot) -> npt.NDArray[np.int64]:
+    """Return the keys of the calls in which aborted ranks may have been although they did not wait in them.
+
+    Gloo aborts a process in a thread of its own: while the rank has begun several calls and waits in none, or before its
+    ring holds the call.
     """
     calls = snapshot.calls
-    begun = calls[(calls["source"] < 0) & (calls["end_ns"] == 0) & np.isin(calls["rank"], list(died))]
-    aborted = [rank for rank in died if (status := snapshot.ranks[rank].exit) and status.signal == signal.SIGABRT]
+    begun = calls[(calls["source"] < 0) & (calls["end_ns"] == 0) & np.isin(calls["rank"], aborted)]
     over = rows[(rows["source"] < 0) & (rows["entered"] == rows["ended"]) & np.isin(rows["rank"], aborted)]
-    sought = np.concatenate([_key(begun["comm"], begun["seq"]), _key(over["comm"], over["entered"] + 1)])
-    every = np.concatenate([rows, _as_rows(begun, rows)])
-    at = np.where(every["blocked"] > 0, every["blocked"], every["entered"])
-    return mismatches(every[np.isin(_key(every["comm"], at), sought)], groups)
+    return np.concatenate([_key(begun["comm"], begun["seq"]), _key(over["comm"], over["entered"] + 1)])
+
+
+def _of_other_sizes(verdict: Verdict) -> bool:
+    """Return whether the members call other operations, or give another number of bytes; not only another shape of as many."""
+    variants = [each for each in verdict.evidence if isinstance(each, CallVariant)]
+    return len({(each.op, each.dtype, each.elements) for each in variants}) > 1
 
 
 def _key(comm: npt.NDArray[Any], seq: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
@@ -130,28 +156,22 @@ def _key(comm: npt.NDArray[Any], seq: npt.NDArray[Any]) -> npt.NDArray[np.int64]
     return comm.astype(np.int64) << 40 | seq.astype(np.int64)
 
 
-def _as_rows(calls: Calls, rows: ProgressTable) -> ProgressTable:
-    """Return rows of collective calls that ``rows`` do not hold already, as calls in which nobody waits."""
-    held = {*zip(*(rows[name].tolist() for name in ("rank", "comm", "entered")), strict=True)}
-    held |= {*zip(*(rows[name].tolist() for name in ("rank", "comm", "blocked")), strict=True)}
-    calls = calls[[each not in held for each in calls[["rank", "comm", "seq"]].tolist()]] if len(calls) else calls
-    out = np.zeros(len(calls), PROGRESS)
-    out["source"] = out["destination"] = -1
-    out["entered"] = out["ended"] = calls["seq"]
-    for name in ("rank", "comm", "call_ns", "op", "dtype", "shape"):
-        out[name] = calls[name]
-    return out
-
-
 def _passed(rows: ProgressTable, calls: Calls) -> ProgressTable:
     """Return rows of ranks that got through a call in which others wait."""
-    waited = rows[(rows["blocked"] > 0) & (rows["source"] < 0)]
+    rows = rows[rows["source"] < 0]
+    waited = rows[rows["blocked"] > 0]
     if not len(waited):
         return rows[:0]
     sought = np.unique(_key(waited["comm"], waited["blocked"]))
-    return _as_rows(
-        calls[(calls["source"] < 0) & (calls["end_ns"] > 0) & np.isin(_key(calls["comm"], calls["seq"]), sought)], rows
-    )
+    over = calls[(calls["source"] < 0) & (calls["end_ns"] > 0) & np.isin(_key(calls["comm"], calls["seq"]), sought)]
+    stand = set(zip(*(rows[name].tolist() for name in ("rank", "comm", "entered")), strict=True))  # already covered by the rows
+    over = over[[each not in stand for each in over[["rank", "comm", "seq"]].tolist()]] if len(over) else over
+    out = np.zeros(len(over), PROGRESS)
+    out["source"] = out["destination"] = -1
+    out["entered"] = out["ended"] = over["seq"]
+    for name in ("rank", "comm", "call_ns", "op", "dtype", "shape"):
+        out[name] = over[name]
+    return out
 
 
 def _all_stand(snapshot: Snapshot, for_s: float) -> bool:

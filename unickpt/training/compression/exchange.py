@@ -84,8 +84,8 @@ class GradientExchange:
         Raises:
             FormatError: objects of the checkpoint are missing or have another form.
         """
-        self.residuals, same = own_or_resized(saved, self.rank, self.world)
-        self.common = Common.from_object(common)
+        residuals, same = own_or_resized(saved, self.rank, self.world)
+        self.residuals, self.common = residuals, Common.from_object(common)
         return same
 
     def keep_fitting(self, elements: Mapping[str, int]) -> list[str]:

@@ -99,15 +99,27 @@ def test_a_rank_that_gloo_aborts_because_of_another_shape_is_not_at_fault(tmp_pa
     assert (verdict.syndrome, verdict.ranks, verdict.seq) == (Syndrome.MISMATCH, (2,), 3)
 
 
-def test_a_rank_that_is_killed_before_a_call_is_at_fault_whatever_the_others_call(tmp_path: Path) -> None:
-    """Only an aborted process may have died in a call that it has not recorded."""
+@pytest.mark.parametrize(
+    ("signal", "elements"), [("SIGKILL", 5), ("SIGABRT", 8)], ids=["killed", "shapes of as many elements, which are legal"]
+)
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_rank_that_dies_of_something_else_is_at_fault_whatever_the_others_call(
+    tmp_path: Path, signal: str, elements: int, begun: bool
+) -> None:
+    """DeepSpeed's pipeline sends a scalar of shape ``()`` to ranks that receive it as ``(1,)``."""
     hung(tmp_path, culprit=0, since_s=0.2)
     now, odd = time.monotonic_ns(), ring(tmp_path, 2)
     for number in (1, 2):
         call(odd, number, now - 40 * S, now - 39 * S)
-    odd.put(3, now - S // 5, 0, now - S // 5, 0, 3, 5, 5, 0, int(Op.ALL_REDUCE), 2, 0, 0, 0, -1, 0, 20, 8)
+    odd.put(3, now - S // 5, 0, now - S // 5, 0, 3, elements, elements, 0, int(Op.ALL_REDUCE), 2, 0, 0, 0, -1, 0, 20, 8)
     odd.state(heartbeat_ns=now, step=20, newest=3, phase=int(Phase.BACKWARD))
-    snapshot = dead(take_snapshot(read_folder(tmp_path)), {0: 6.0}, {0: "SIGKILL"})
+    if begun:
+        dies = ring(tmp_path, 0)
+        for number in (1, 2):
+            call(dies, number, now - 40 * S, now - 39 * S)
+        dies.put(3, now - S // 5, 0, 0, 0, 3, 8, 8, 0, int(Op.ALL_REDUCE), 2, 0, 0, 0, -1, 0, 20, 7)
+        dies.state(heartbeat_ns=now, step=20, newest=3, phase=int(Phase.BACKWARD))
+    snapshot = dead(take_snapshot(read_folder(tmp_path)), {0: 6.0}, {0: signal})
     (verdict,) = examine(snapshot, after_s=60).verdicts
     assert verdict.ranks == (0,)
 
