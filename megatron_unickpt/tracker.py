@@ -1,8 +1,9 @@
 """The tracker file of the training scripts, and which checkpoints go when it names another (``--save-retain-interval``).
 
-In a job that saves with unickpt only this module writes the file, and only unickpt removes checkpoints. Megatron does both when
-its training loop polls a save that has ended. A later save may have ended by then. Megatron takes what the file says for the
-checkpoint before its own, and removes it.
+In a job that saves with unickpt only this module writes the file after a save, and only unickpt removes checkpoints. (A load
+repairs a file that it cannot parse: ``pretraining/choices.py``.) Megatron does both when its training loop polls a save that
+has ended. A later save may have ended by then. Megatron takes what the file says for the checkpoint before its own, and
+removes it.
 """
 
 from __future__ import annotations
