@@ -59,7 +59,7 @@ WITHOUT = {
     "checkpoint/test_tag_validation.py": "saves without a folder, with an unknown setting, or with another tag on each rank",
     "checkpoint/test_zero_optimizer.py": (
         "`test_save_tensor_clone` (4), `test_chmod_exception_handling` (3) and "
-        "`test_elastic_checkpoint_is_deprecated_for_zero3` (1) save no checkpoint; the other two were not examined"
+        "`test_elastic_checkpoint_is_deprecated_for_zero3` (1) save no checkpoint"
     ),
 }
 
