@@ -28,7 +28,7 @@ CONF = "stopped_seconds=6,hang_seconds=10,still_seconds=3,loop_seconds=14,dead_s
 WORKER = str(Path(__file__).with_name("sound_worker.py"))
 BEGIN, FINISH = "<!-- table: made by python -m evidence.steering.sound_windows -->\n\n", "\n<!-- end of table -->"
 _ORDER = re.compile(r"order: (park [^\n]*|restart[^\n]*|stop[^\n]*|not executed[^\n]*)")
-_TOLD = re.compile(r"unickpt (HANG|NETWORK_HANG|SLOW|SLOW_LINK|MISMATCH|DEADLOCK) ")
+_SAID = re.compile(r"unickpt (HANG|NETWORK_HANG|SLOW|SLOW_LINK|MISMATCH|DEADLOCK) ")
 
 
 def windows_of(job: Agents) -> list[tuple[str, float]]:
@@ -48,7 +48,7 @@ def result(job: Agents, hosts: int, seed: int) -> dict[str, Any]:
         "windows": collections.Counter(kind for kind, _ in found),
         "seconds": [seconds for _, seconds in found],
         "orders": _ORDER.findall(said),
-        "told": collections.Counter(_TOLD.findall(said)),
+        "verdicts": collections.Counter(_SAID.findall(said)),
         "rounds": len({each.round for each in job.starts()}),
     }
 
@@ -59,15 +59,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         total.update(row["windows"])
     orders = [order for row in rows for order in row["orders"]]
-    told: collections.Counter[str] = collections.Counter()
+    verdicts: collections.Counter[str] = collections.Counter()
     for row in rows:
-        told.update(row["told"])
+        verdicts.update(row["verdicts"])
     seconds = [each for row in rows for each in row["seconds"]]
     lines = ["| in the window | windows |", "|---|---|"]
     lines += [f"| {kind} | {total[kind]} |" for kind in PAUSES]
     lines += [f"| all | {sum(total.values())} |", ""]
     took = f"{statistics.median(seconds):.0f} s (median; {min(seconds):.0f} to {max(seconds):.0f})"
-    named = ", ".join(f"{count} {kind}" for kind, count in sorted(told.items())) or "none"
+    named = ", ".join(f"{count} {kind}" for kind, count in sorted(verdicts.items())) or "none"
     lines.append(
         f"{len(rows)} jobs, {os.cpu_count()} cores, a window takes {took}. Orders: **{len(orders)}**. Lines of the diagnosis "
         f"that name a rank or a link, which are no orders: {named}."

@@ -31,7 +31,7 @@ from unickpt.diagnosis.detectors.verdicts import (
 from unickpt.diagnosis.detectors.waits import Groups
 from unickpt.diagnosis.host.process_exits import ASKED, TOGETHER_S, ExitStatus
 from unickpt.diagnosis.host.process_state import State
-from unickpt.diagnosis.recording.records import Phase
+from unickpt.diagnosis.recording.records import ITEMSIZES, Phase
 from unickpt.diagnosis.snapshot.progress import PROGRESS, ProgressTable
 from unickpt.diagnosis.snapshot.snapshot import Calls, Snapshot
 
@@ -128,21 +128,28 @@ def _died_of_a_mismatch(rows: ProgressTable, died: frozenset[int], groups: Group
         return found
     return [
         verdict
-        for verdict in mismatches(rows[np.isin(at, _maybe_aborted_in(rows, aborted, snapshot))], groups)
+        for verdict in mismatches(_maybe_aborted_in(rows, at, aborted, snapshot.calls), groups)
         if not (verdict.group and verdict.group.on_device) and _of_other_sizes(verdict)
     ]
 
 
-def _maybe_aborted_in(rows: ProgressTable, aborted: list[int], snapshot: Snapshot) -> npt.NDArray[np.int64]:
-    """Return the keys of the calls in which aborted ranks may have been although they did not wait in them.
+def _maybe_aborted_in(rows: ProgressTable, at: npt.NDArray[np.int64], aborted: list[int], calls: Calls) -> ProgressTable:
+    """Return rows of the calls in which aborted ranks may have been although they did not wait in them.
 
-    Gloo aborts a process in a thread of its own: while the rank has begun several calls and waits in none, or before its
-    ring holds the call.
+    Gloo aborts a process in a thread of its own: in any call that the rank has begun, while it and the others wait in an
+    earlier one, or before its ring holds the call.
     """
-    calls = snapshot.calls
-    begun = calls[(calls["source"] < 0) & (calls["end_ns"] == 0) & np.isin(calls["rank"], aborted)]
+    together = calls["source"] < 0
+    key = _key(calls["comm"], calls["seq"])
+    begun = calls[together & np.isin(key, key[together & (calls["end_ns"] == 0) & np.isin(calls["rank"], aborted)])]
+    found = np.zeros(len(begun), PROGRESS)
+    found["source"] = found["destination"] = -1
+    for name in ("rank", "comm", "call_ns", "op", "dtype", "shape"):
+        found[name] = begun[name]
+    found["entered"], found["blocked"] = begun["seq"], np.where(begun["end_ns"] == 0, begun["seq"], 0)
+    found["elements"] = begun["bytes"] // np.maximum(ITEMSIZES[np.minimum(begun["dtype"], len(ITEMSIZES) - 1)], 1)
     over = rows[(rows["source"] < 0) & (rows["entered"] == rows["ended"]) & np.isin(rows["rank"], aborted)]
-    return np.concatenate([_key(begun["comm"], begun["seq"]), _key(over["comm"], over["entered"] + 1)])
+    return np.concatenate([found, rows[np.isin(at, _key(over["comm"], over["entered"] + 1))]])
 
 
 def _of_other_sizes(verdict: Verdict) -> bool:

@@ -99,6 +99,24 @@ def test_a_rank_that_gloo_aborts_because_of_another_shape_is_not_at_fault(tmp_pa
     assert (verdict.syndrome, verdict.ranks, verdict.seq) == (Syndrome.MISMATCH, (2,), 3)
 
 
+def test_a_rank_is_aborted_in_a_call_behind_the_one_in_which_all_wait(tmp_path: Path) -> None:
+    """All ranks have begun two calls and wait in the first; the second has another size on rank 2."""
+    hung(tmp_path, culprit=-1, since_s=0.2)
+    now = time.monotonic_ns()
+    for rank in range(4):
+        made = ring(tmp_path, rank)
+        for number in (1, 2):
+            call(made, number, now - 40 * S, now - 39 * S)
+        call(made, 3, now - S // 5, 0)
+        size, shape = (5, 8) if rank == 2 else (9, 7)
+        made.put(4, now - S // 5, 0, 0, 0, 4, size, size, 0, int(Op.ALL_REDUCE), 2, 0, 0, 0, -1, 0, 20, shape)
+        made.put(3, now - S // 5, 0, now - S // 6, 0, 3, 8, 8, 0, int(Op.ALL_REDUCE), 2, 0, 0, 0, -1, 0, 20, 7)
+        made.state(heartbeat_ns=now, step=20, newest=4, phase=int(Phase.BACKWARD))
+    snapshot = dead(take_snapshot(read_folder(tmp_path)), {0: 6.0}, {0: "SIGABRT"})
+    (verdict,) = examine(snapshot, after_s=60).verdicts
+    assert (verdict.syndrome, verdict.ranks, verdict.seq) == (Syndrome.MISMATCH, (2,), 4)
+
+
 @pytest.mark.parametrize(
     ("signal", "elements"), [("SIGKILL", 5), ("SIGABRT", 8)], ids=["killed", "shapes of as many elements, which are legal"]
 )
