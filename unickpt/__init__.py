@@ -11,8 +11,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 if TYPE_CHECKING:
     from unickpt.api.conversion import Export, convert_checkpoint, export_checkpoint
     from unickpt.api.growth import GrownModel, grow_checkpoint, upcycle_checkpoint
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
         UnsafePathError,
         UnsupportedLayoutError,
     )
+    from unickpt.base.version import __version__ as __version__
     from unickpt.checkpoint.load.checkpoint import Checkpoint
     from unickpt.checkpoint.load.report import LoadReport
     from unickpt.checkpoint.load.verify import Verification, verify_checkpoint
@@ -64,6 +63,7 @@ _MODULES = {
         "MismatchError", "HostPeerFailedError", "NewerFormatError", "NotACheckpointError", "SaveFailedError", "StorageError",
         "UncertainCommitError", "UnickptError", "UnsafePathError", "UnsupportedLayoutError",
     ),
+    "unickpt.base.version": ("__version__",),
     "unickpt.checkpoint.load.checkpoint": ("Checkpoint",),
     "unickpt.checkpoint.load.report": ("LoadReport",),
     "unickpt.checkpoint.load.verify": ("Verification", "verify_checkpoint"),

@@ -18,6 +18,7 @@ from ds_unickpt.framework.declaration import declared
 from ds_unickpt.framework.versions import version
 from unickpt.base import hooks
 from unickpt.base.hooks import Hook
+from unickpt.base.installation import install_command
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -26,12 +27,12 @@ CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 _FP32 = "deepspeed.utils.zero_to_fp32"
 _PROGRAMS = (_FP32, "deepspeed.utils.zero_to_torch", CONVERTER)
 
-_TEXT = """\
+_TEXT = f"""\
 This folder is a checkpoint that unickpt wrote for a DeepSpeed job.
 It has no *_model_states.pt and no *_optim_states.pt files, so zero_to_fp32.py and ds_to_universal do not find any.
 
-Resume with DeepSpeed:  install unickpt (a checkout of its repository: pip install .), and add "unickpt": {"enabled": true}
-                        to the DeepSpeed JSON.
+Resume with DeepSpeed:  install unickpt ({install_command()}), and add
+                        "unickpt": {{"enabled": true}} to the DeepSpeed JSON.
                         With UNICKPT_AUTOLOAD=0 or TORCH_DEVICE_BACKEND_AUTOLOAD=0 the program also needs: import ds_unickpt
 Weights as a model:     unickpt export THIS_FOLDER OUT                              (instead of zero_to_fp32.py)
 Universal checkpoint:   unickpt export THIS_FOLDER OUT --to deepspeed-universal     (instead of ds_to_universal)

@@ -18,6 +18,7 @@ from tests.support.s3 import Bucket, Relay
 from tests.support.saves import INFO, assert_counts, large, request, values
 from tests.support.stored_steps import assert_holds, needs_store, save_step
 from unickpt.base.errors import StorageError
+from unickpt.base.installation import extra_command
 from unickpt.checkpoint.checkpoint_folder import complete_checkpoints
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -61,7 +62,7 @@ print("fsspec" in unusable_reason("s3://bucket/run"), unusable_reason("/a/path")
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120)
     lines = done.stdout.splitlines()
     assert "pip install 's3fs'" in lines[0], (lines, done.stderr)
-    assert "pip install 'unickpt[object-store]'" in lines[1], lines
+    assert extra_command("object-store") in lines[1], lines
     assert lines[2].split()[1] == "True"
 
 

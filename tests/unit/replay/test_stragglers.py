@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from unickpt.base.errors import FormatError
+from unickpt.base.installation import extra_command
 from unickpt.cli.main import main
 from unickpt.planning.replay.operations import graph_of_operations
 from unickpt.planning.replay.parquet_traces import Columns, operations_of_columns, sizes_of
@@ -292,4 +293,4 @@ def test_without_pyarrow_the_error_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert main(["whatif", str(tmp_path / "trace.parquet")]) == 2
-    assert "unickpt[traces]" in capsys.readouterr().err
+    assert extra_command("traces") in capsys.readouterr().err

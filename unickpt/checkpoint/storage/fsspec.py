@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from unickpt.base.errors import StorageError
+from unickpt.base.installation import extra_command
 from unickpt.checkpoint.storage.base import Reader, Sink, Storage
 
 PART_BYTES = 32 << 20  # part of a multipart upload; S3 allows 5 MiB to 5 GiB, and a part is in memory twice during the upload
@@ -49,8 +50,8 @@ def _filesystem(url: str) -> Any:
                 _filesystems[key] = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)[0]
             except ImportError as err:
                 missing = next((e.name for e in (err.__cause__, err) if isinstance(e, ImportError) and e.name), "fsspec")
-                package = "unickpt[object-store]" if missing == "fsspec" else missing
-                raise StorageError(f"{url}: needs a package that is not installed: pip install '{package}'") from err
+                command = extra_command("object-store") if missing == "fsspec" else f"pip install '{missing}'"
+                raise StorageError(f"{url}: needs a package that is not installed: {command}") from err
             except Exception as err:
                 raise StorageError(f"{url}: cannot be used ({_error_text(err)})") from err
         return _filesystems[key]

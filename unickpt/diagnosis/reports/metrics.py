@@ -1,7 +1,7 @@
 """Metrics of a job for Prometheus and TensorBoard.
 
 ``measurements`` uses the rings, ``live_measurements`` the snapshot of a running job. Both client packages are optional
-(``pip install "unickpt[metrics]"``) and imported on use.
+and imported on use.
 
 Names follow Prometheus' rules (base units, unit at the end, ``_total`` for counters). Counts of records in the rings are
 gauges, because a ring drops its oldest records. Only the number of calls of a group is a counter.
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from unickpt.base.errors import ConfigError, StorageError
+from unickpt.base.installation import extra_command
 from unickpt.base.memory_status import MemoryStatus
 from unickpt.diagnosis.detectors.tcp_links import links_of
 from unickpt.diagnosis.detectors.verdicts import Verdict
@@ -276,5 +277,5 @@ def _imported(package: str) -> Any:
         return import_module(package)
     except ModuleNotFoundError as err:
         raise ConfigError(
-            f'{package.replace("_", "-")} is not installed (no module {err.name}): pip install "unickpt[metrics]"'
+            f"{package.replace('_', '-')} is not installed (no module {err.name}): {extra_command('metrics')}"
         ) from err

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unickpt.base.errors import FormatError
+from unickpt.base.installation import extra_command
 from unickpt.planning.replay.operations import KINDS, Operations
 
 SUFFIX = ".parquet"
@@ -36,7 +37,7 @@ def read_operations(path: Path, meta: Path | None = None, steps: tuple[int, int]
         import pyarrow as arrow
         import pyarrow.parquet as parquet
     except ImportError as err:
-        raise FormatError(f"{path}: Parquet files need pyarrow: pip install 'unickpt[traces]'") from err
+        raise FormatError(f"{path}: Parquet files need pyarrow: {extra_command('traces')}") from err
     try:
         table = parquet.read_table(path)
     except arrow.ArrowInvalid as err:

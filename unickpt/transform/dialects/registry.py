@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 
 from unickpt.base.errors import LanguageError
+from unickpt.base.installation import shipped_file
 from unickpt.transform.dialects.dialect import MAX_BYTES, Dialect, parse
 
 
 @functools.cache
 def dialects() -> tuple[Dialect, ...]:
     """Return all dialects of the package, sorted by file name."""
-    package = resources.files("unickpt.transform.dialects") / "data"
-    folder = package if package.is_dir() else Path(__file__).resolve().parents[3] / "configs" / "dialects"  # in a source tree
-    files = sorted((each for each in folder.iterdir() if each.name.endswith(".toml")), key=lambda each: each.name)
+    files = sorted(each for each in shipped_file("configs/dialects").iterdir() if each.suffix == ".toml")
     return tuple(parse(each.read_text(encoding="utf-8"), where=each.name) for each in files)
 
 
