@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from unickpt import __version__
 from unickpt.base.errors import UnickptError
 from unickpt.cli.exit_codes import INTERRUPTED, SOUND, UNUSABLE
 
@@ -73,6 +72,7 @@ COMMANDS = (
     _Command("plan", "plan the next run: parallel layout, pipeline stages, order of hosts"),
     _Command("hosts", "show, park or admit the hosts of a job of torchrun --rdzv-backend unickpt"),
     _Command("hooks", "show the hooks in the installed frameworks"),
+    _Command("example", "print or write the configurations, launch files and scripts of the guides"),
     _Command("completion", "print a script that completes commands in bash, zsh or fish"),
 )
 _EPILOG = (
@@ -135,11 +135,21 @@ def _ended_at_once_by_ctrl_c() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
+class _Version(argparse.Action):
+    """Reads the version when it is asked for: in a checkout, git says it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from unickpt import __version__
+
+        print(f"unickpt {__version__}")
+        parser.exit()
+
+
 def _parse(arguments: list[str], called: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="unickpt", description="Universal checkpoints for DeepSpeed and Megatron.", epilog=_EPILOG
     )
-    parser.add_argument("--version", action="version", version=f"unickpt {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         subparser = commands.add_parser(

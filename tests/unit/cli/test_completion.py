@@ -25,7 +25,7 @@ def test_bash_completes_commands_options_and_values(run: Any) -> None:
         return done.stdout.split()
 
     assert completed("unickpt", "") == [command.name for command in main_module.COMMANDS]
-    assert completed("unickpt", "ex") == ["export"]
+    assert completed("unickpt", "exp") == ["export"]
     assert completed("unickpt", "edit", "--lora-") == [
         "--lora-config", "--lora-alpha", "--lora-rslora", "--lora-adapter", "--lora-base", "--lora-keep-dtype"
     ]  # fmt: skip
