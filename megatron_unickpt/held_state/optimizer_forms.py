@@ -27,6 +27,7 @@ from unickpt.transform.convert.megatron import common_state
 from unickpt.transform.convert.megatron.keys import WEIGHT, is_expert, tensor_of
 
 _BUCKETS = "optimizer.distributed.dp_group_idx_"
+_NAME = "dp_reshardable"  # of memory buckets since 0.15; before, "fully_sharded_bucket_space"
 _TYPE = "param_state_sharding_type"  # of the distributed optimizer's state dict: the name of its form
 BY_PARAMETER = (
     "Pass metadata=megatron_unickpt.METADATA to optimizer.sharded_state_dict, with is_loading=True when loading, and "
@@ -190,8 +191,9 @@ def refusal(checkpoint: Checkpoint, items: Iterable[ShardedTensor]) -> str:
 def _of_buckets(checkpoint: Checkpoint) -> str:
     tensors = (info.name for info in checkpoint.index.tensors if info.kind != "object")
     found = next(filter(is_bucket, (*tensors, *checkpoint.shared_names())))
+    kind = next(iter(_types(_common(checkpoint).get("optimizer"))), _NAME)
     return (
-        f"the state of the optimizer is stored in the form dp_reshardable ({found}, ...): memory buckets of the layout that "
+        f"the state of the optimizer is stored in the form {kind} ({found}, ...): memory buckets of the layout that "
         f"saved it ({describe(checkpoint.manifest.writer.topology)}), without the positions of the parameters"
     )
 
@@ -204,4 +206,4 @@ def advice(checkpoint: Checkpoint, keys: Iterable[str]) -> str:
     if form is Form.BUCKETS:
         return f"Of the optimizer: {_of_buckets(checkpoint)}. {AGAIN}"
     kept = "by parameter" if form in (Form.BY_PARAMETER, Form.MEGATRONS) else "not at all"
-    return f"The state of the optimizer is asked for as memory buckets (dp_reshardable), and is stored {kept}. {BY_PARAMETER}"
+    return f"The state of the optimizer is asked for as memory buckets ({_NAME}), and is stored {kept}. {BY_PARAMETER}"

@@ -32,6 +32,13 @@ def optimizers_take_metadata() -> bool:
     return "metadata" in inspect.signature(distrib_optimizer.DistributedOptimizer.sharded_state_dict).parameters
 
 
+def own_forms() -> tuple[str, str]:
+    """Return the names of Megatron's own forms of a distributed optimizer: memory buckets, and whole states."""
+    if hasattr(distrib_optimizer.DistributedOptimizer, "sharded_param_state_dp_reshardable"):  # since 0.15
+        return "dp_reshardable", "fully_reshardable"
+    return "fully_sharded_bucket_space", "fully_sharded_model_space"
+
+
 def consolidated(job: Job, folder: Path, *, optimizer: bool = True) -> Truth | None:
     """Return all weights, main parameters and moments in global coordinates, on rank 0. Collective.
 
@@ -39,8 +46,7 @@ def consolidated(job: Job, folder: Path, *, optimizer: bool = True) -> Truth | N
     Megatron names the main parameter ``param`` or ``fp32_param``, depending on the optimizer; the fp32
     optimizer has none, its weights are.
     """
-    known = inspect.getsource(distrib_optimizer)  # before 0.15 another one
-    sharding = "fully_reshardable" if "fully_reshardable" in known else "fully_sharded_model_space"
+    sharding = own_forms()[1]
     metadata = {
         "distrib_optim_sharding_type": sharding,
         "distrib_optim_fully_reshardable_mem_efficient": False,

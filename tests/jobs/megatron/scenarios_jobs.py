@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 import megatron_unickpt
@@ -25,7 +24,7 @@ from megatron_unickpt.edge import RUNTIME
 from megatron_unickpt.held_state.optimizer import METADATA
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
-from megatron_unickpt.testing.truth import consolidated, optimizers_take_metadata
+from megatron_unickpt.testing.truth import consolidated, optimizers_take_metadata, own_forms
 from tests.jobs.megatron.compared import differences
 from tests.jobs.megatron.moved import moved_losses
 from tests.jobs.megatron.scenarios import scenario
@@ -284,8 +283,7 @@ def optimizers_keep_megatrons_sharding_types_without_unickpts_metadata(folder: P
         raise unittest.SkipTest("needs the metadata of 0.13")
     job = Job(Layout(dp=2))
     job.train(1)
-    newer = hasattr(DistributedOptimizer, "sharded_param_state_dp_reshardable")  # 0.15
-    kind = "dp_reshardable" if newer else "fully_sharded_bucket_space"
+    kind = own_forms()[0]
     native = {"distrib_optim_sharding_type": kind, "chained_optim_avoid_prefix": True}
     state: dict[str, Any] = {"model": job.modules[0].sharded_state_dict(metadata=native)}
     state["optimizer"] = job.optimizer.sharded_state_dict(state, metadata=native)

@@ -23,15 +23,14 @@ from megatron_unickpt.edge import RUNTIME
 from megatron_unickpt.held_state.optimizer import METADATA, MegatronsForm
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
-from megatron_unickpt.testing.truth import consolidated, optimizers_take_metadata
+from megatron_unickpt.testing.truth import consolidated, optimizers_take_metadata, own_forms
 from tests.jobs.megatron.compared import differences
 from tests.jobs.megatron.scenarios import scenario
 from tests.jobs.megatron.sharded_state import made, strategy
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 
 Form = Mapping[str, Any] | None  # metadata of ``sharded_state_dict``; None: the loop passes none
-BUCKETS: Form = {"distrib_optim_sharding_type": "dp_reshardable"}
-GATHERED: Form = {"distrib_optim_sharding_type": "fully_reshardable"}
+BUCKETS, GATHERED = ({"distrib_optim_sharding_type": name} for name in own_forms())
 FORMS: tuple[Form, ...] = (METADATA, BUCKETS, GATHERED, None)
 
 
@@ -161,7 +160,7 @@ def an_optimizer_stored_in_a_form_of_megatron_is_restored_whole_or_refused(folde
         assert again.hyperparameters() == groups
         again.step = 2
         assert again.train(2) == losses, form
-    told = r"dp_reshardable.*layout that saved it \(TP2 .*METADATA: then it loads under every layout"
+    told = rf"{own_forms()[0]}.*layout that saved it \(TP2 .*METADATA: then it loads under every layout"
     for layout, form in ((Layout(tp=2), METADATA), (Layout(pp=2), METADATA), (Layout(pp=2), BUCKETS)):
         with pytest.raises(CheckpointingException, match=told):
             _loaded(layout, buckets, form)
