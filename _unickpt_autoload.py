@@ -8,6 +8,7 @@ costs under 0.1 ms). When the framework's module has been imported, its adapter 
 A module of its own beside the package ``unickpt``: a script ``unickpt.py``, or a folder ``unickpt`` such as a clone of the
 repository, in the working directory hides the package from Python. ``import torch`` has to survive that, and runs no such file.
 
+``UNICKPT_REQUIRE=1`` is the one exception: then an adapter that cannot be installed ends the import of its framework.
 ``UNICKPT_AUTOLOAD=0`` (also ``false``, ``no``, ``off`` or nothing) disarms it; ``import ds_unickpt`` arms it by hand.
 With torch's own ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` it is never called, so the import line is needed.
 """
@@ -142,6 +143,8 @@ def _install(function: str) -> None:
         __import__(module)
         getattr(sys.modules[module], name)()
     except Exception as err:
+        if os.environ.get("UNICKPT_REQUIRE") == "1":
+            raise
         _complain(err)
 
 

@@ -19,6 +19,7 @@ from unickpt.base import hooks
 from unickpt.base.autoload import watch
 from unickpt.base.hooks import Hook
 
+FRAMEWORK = "DeepSpeed"
 UPSTREAM = f"{SOURCE}deepspeed/runtime/checkpoint_engine/utils.py"
 UNTIL = "DeepSpeed has a registry of checkpoint engines that receive the engine"
 
@@ -28,11 +29,32 @@ def _configure(runtime: EngineRuntime, wrapped: Callable[..., Any], instance: An
     from ds_unickpt.engine import adopt
 
     result = wrapped(*args, **kwargs)
+    if hooks.unsettled(FRAMEWORK) and not _settled(runtime, instance):
+        return result
     adopt(runtime, instance)
     if ours_of(instance) is not None:  # not at the first load: a rank that cannot import then leaves the others waiting
         import ds_unickpt.loading.load_checkpoint
         import ds_unickpt.saving.save_checkpoint  # noqa: F401
     return result
+
+
+def _settled(runtime: EngineRuntime, engine: Any) -> bool:
+    """Run the self-test of the hooks if the engine uses them. Returns whether it can, which is the same on all ranks."""
+    from ds_unickpt.batch.config import valid_options
+    from ds_unickpt.framework import internals
+    from unickpt.base.logs import make_visible
+
+    options = valid_options(internals.config_of(engine))
+    if options is None or not options.enabled:
+        return True
+
+    def agree(reason: str) -> str:
+        exchange = runtime.engine_exchange(engine, timeout_s=options.timeout_seconds)
+        exchange.begin("self-test")
+        return next(iter(exchange.agree("self-test", reason or None).values()), "")
+
+    make_visible()
+    return not hooks.settle(FRAMEWORK, agree)
 
 
 def _save(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
@@ -102,10 +124,12 @@ DECLARED = [*HOOKS, *BESIDE, *OPTIONAL, *hints.HOOKS, *trainer_hooks.HOOKS, trai
 
 
 def install() -> bool:
-    """Install the hooks in DeepSpeed, and return whether. An unknown version keeps its own functions, with one warning."""
-    installed = hooks.install(HOOKS, framework="DeepSpeed", version=version())
+    """Install the hooks in DeepSpeed, and return whether. A version that they do not fit keeps its own functions."""
+    verify = hooks.self_test("ds_unickpt.self_tests.engine", FRAMEWORK)
+    installed = hooks.install(HOOKS, framework=FRAMEWORK, version=version(), verify=verify)
     if installed:
-        hooks.install(BESIDE, framework="DeepSpeed", version=version())
+        for hook in BESIDE:
+            hooks.install([hook], framework=FRAMEWORK, version=version(), verify=verify, lost=hook.why)
         hints.install_fp32()
         hints.explain_uncaught(sys.orig_argv)
         watch(

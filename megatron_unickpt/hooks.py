@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_unickpt.edge import RUNTIME
 from megatron_unickpt.framework.declaration import declared
-from megatron_unickpt.framework.versions import version
+from megatron_unickpt.framework.versions import FRAMEWORK, version
 from megatron_unickpt.measuring import precision
 from megatron_unickpt.runtime import Purpose, Runtime
 from unickpt.base import hooks
@@ -294,7 +294,9 @@ DECLARED = [
 
 
 def _install(group: list[Hook]) -> bool:
-    return hooks.install(group, framework="Megatron", version=version())
+    return hooks.install(
+        group, framework=FRAMEWORK, version=version(), verify=hooks.self_test("megatron_unickpt.self_test", FRAMEWORK)
+    )
 
 
 # ``unickpt.base.autoload`` calls these after the import of a module. The hooks on ``dist_checkpointing.serialization`` are

@@ -3,6 +3,10 @@
     python scripts/fingerprints.py deepspeed TREE...
     python scripts/fingerprints.py megatron TREE...
     python scripts/fingerprints.py megatron --repository GIT_FOLDER core_v0.16.1 core_v0.19.0
+    python scripts/fingerprints.py deepspeed --release latest
+
+With ``--release`` the arguments are versions on the package index, or ``latest``. They are downloaded, and only what no hook
+declares is printed; the exit code is 1 if there is something. A wheel of megatron-core has no training scripts.
 
 A tree is a folder that holds the framework's package, ``TREE/deepspeed/...``. With ``--repository`` the arguments are tags or
 commits of a git repository. Add the fingerprints marked NEW to ``<adapter>/fingerprints.py`` after the adapter's tests pass
@@ -13,8 +17,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from importlib import import_module
@@ -77,28 +84,60 @@ def from_repository(folder: Path, commit: str) -> ReadText:
     return read
 
 
-def main() -> None:
+def released(framework: str, version: str, folder: Path) -> Path:
+    """Download a release into a folder, unpack it, and return its tree. Nothing of it runs, except a setup.py for metadata."""
+    package = {"megatron": "megatron-core"}.get(framework, framework)
+    wanted = package if version == "latest" else f"{package}=={version}"
+    command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--no-build-isolation", "-d", str(folder), wanted]
+    subprocess.run(command, check=True, env=os.environ | {"DS_BUILD_OPS": "0"})
+    (archive,) = folder.iterdir()
+    shutil.unpack_archive(archive, folder / "tree", "zip" if archive.suffix == ".whl" else None, filter="data")
+    print(archive.name)
+    return next(found.parent for found in sorted((folder / "tree").rglob(framework)) if found.is_dir())
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("framework", choices=("deepspeed", "megatron", "transformers"))
     parser.add_argument("versions", nargs="+", help="trees, or with --repository tags or commits")
-    parser.add_argument("--repository", type=Path, help="git repository that holds the versions")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--repository", type=Path, help="git repository that holds the versions")
+    form.add_argument("--release", action="store_true", help="the versions are those of releases on the package index")
     args = parser.parse_args()
-    readers = {
-        Path(version).name: from_tree(Path(version))
-        if args.repository is None
-        else from_repository(args.repository, version)
-        for version in args.versions
-    }  # fmt: skip
-    for hook in hooks_of(args.framework):
+    with tempfile.TemporaryDirectory() as folder:
+        readers = {}
+        for version in args.versions:
+            if args.repository is not None:
+                readers[version] = from_repository(args.repository, version)
+            elif args.release:
+                place = Path(folder, version)
+                place.mkdir()
+                readers[version] = from_tree(released(args.framework, version, place))
+            else:
+                readers[Path(version).name] = from_tree(Path(version))
+        return _show(hooks_of(args.framework), readers, changes_only=args.release)
+
+
+def _show(hooks: list[Hook], readers: dict[str, ReadText], *, changes_only: bool) -> int:
+    """Print the fingerprints of each hook. Returns 1 if only changes are wanted and there are some."""
+    changed = False
+    for hook in hooks:
         seen: dict[str, list[str]] = defaultdict(list)
         for version, read in readers.items():
             source = source_of(read, hook.module, hook.attribute)
             seen[fingerprint_of_source(source) if source else "absent"].append(version)
-        print(hook.name)
+        if changes_only:
+            seen = {value: versions for value, versions in seen.items() if value not in hook.fingerprints}
+        if seen:
+            print(f"{hook.name}: {hook.module}.{hook.attribute}")
         for value, versions in seen.items():
             mark = "" if value == "absent" else "known" if value in hook.fingerprints else "NEW"
             print(f"  {value:12}  {mark:5}  {', '.join(versions)}")
+        changed |= changes_only and bool(seen)
+    if changes_only and not changed:
+        print(f"{len(hooks)} hooks, all with known source")
+    return int(changed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

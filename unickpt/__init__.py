@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         UncertainCommitError,
         UnickptError,
         UnsafePathError,
+        UnsupportedFrameworkError,
         UnsupportedLayoutError,
     )
     from unickpt.base.version import __version__ as __version__
@@ -61,7 +62,7 @@ _MODULES = {
     "unickpt.base.errors": (
         "ConfigError", "CoordinationError", "CorruptCheckpointError", "CoverageError", "FormatError", "LanguageError",
         "MismatchError", "HostPeerFailedError", "NewerFormatError", "NotACheckpointError", "SaveFailedError", "StorageError",
-        "UncertainCommitError", "UnickptError", "UnsafePathError", "UnsupportedLayoutError",
+        "UncertainCommitError", "UnickptError", "UnsafePathError", "UnsupportedFrameworkError", "UnsupportedLayoutError",
     ),
     "unickpt.base.version": ("__version__",),
     "unickpt.checkpoint.load.checkpoint": ("Checkpoint",),
@@ -104,6 +105,7 @@ __all__ = [
     "UncertainCommitError",
     "UnickptError",
     "UnsafePathError",
+    "UnsupportedFrameworkError",
     "UnsupportedLayoutError",
     "Verification",
     "convert_checkpoint",

@@ -215,7 +215,7 @@ def enabled(engine: Any, settings: Compression) -> CompressedEngine | None:
     """Return a compression that has not begun. None if it is off, or this job cannot compress its gradients."""
     if settings.scheme == NONE or refusal(engine):
         return None
-    if not hooks.install(compression_hooks.HOOKS, framework="DeepSpeed", version=version()):
+    if not hooks.install(compression_hooks.HOOKS, framework="DeepSpeed", version=version(), lost="no compression"):
         return None
     return CompressedEngine(engine, settings)
 

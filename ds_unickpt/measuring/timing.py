@@ -64,4 +64,4 @@ def begin(engine: Any, options: TimingOptions) -> None:
         return
     session.watch_evaluation(engine.module)
     session.time_layers(engine.module, lambda: layers_of(engine.module))
-    hooks.install(all_timing_hooks(), framework="DeepSpeed", version=version())
+    hooks.install(all_timing_hooks(), framework="DeepSpeed", version=version(), lost="no times of forward, backward and step")

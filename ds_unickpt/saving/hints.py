@@ -183,9 +183,11 @@ HOOKS = [*FP32, UNIVERSAL]
 
 def install_converter() -> bool:
     """Install the hook in ``ds_to_universal``. Called after a program has imported that module."""
-    return hooks.install([UNIVERSAL], framework="DeepSpeed", version=version())
+    return hooks.install(
+        [UNIVERSAL], framework="DeepSpeed", version=version(), lost="no advice in errors of DeepSpeed's converters"
+    )
 
 
 def install_fp32() -> bool:
     """Install the hooks in ``zero_to_fp32``, which DeepSpeed's engine imports."""
-    return hooks.install(FP32, framework="DeepSpeed", version=version())
+    return hooks.install(FP32, framework="DeepSpeed", version=version(), lost="no advice in errors of DeepSpeed's converters")

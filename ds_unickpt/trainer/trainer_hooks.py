@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("unickpt")
 
+FRAMEWORK, LOST = "transformers", "Trainer resumes from the folder with the highest number, also where a save has not finished"
 VERSIONS = SpecifierSet(">=4.50,<6")
 TRAINER, UTILS, FUNCTION = "transformers.trainer", "transformers.trainer_utils", "get_last_checkpoint"
 SOURCE = "https://github.com/huggingface/transformers/blob/main/src/transformers/"
@@ -143,7 +144,7 @@ def _train(runtime: EngineRuntime, wrapped: Callable[..., Any], trainer: Any, ar
         return wrapped(*args, **kwargs)
     from ds_unickpt.trainer import trainer_steering
 
-    options = trainer_steering.options_of(config)
+    options = _options()
     if options is None:
         return wrapped(*args, **kwargs)
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
@@ -210,13 +211,14 @@ MEMORY = declared(
 
 
 def install() -> bool:
-    """Install the hooks in transformers. An unknown version keeps its own functions, with one warning."""
+    """Install the hooks in transformers. A version that they do not fit keeps its own functions, with one warning."""
     import transformers
 
     version = transformers.__version__
-    installed = hooks.install([*HOOKS, *_holders()], framework="transformers", version=version)
+    verify = hooks.self_test("ds_unickpt.self_tests.trainer", FRAMEWORK)
+    installed = hooks.install([*HOOKS, *_holders()], framework=FRAMEWORK, version=version, verify=verify, lost=LOST)
     if installed:  # alone: without it, saves of Trainer go to disk
-        hooks.install([MEMORY], framework="transformers", version=version)
+        hooks.install([MEMORY], framework=FRAMEWORK, version=version, verify=verify, lost="no checkpoints in memory")
     return installed
 
 
@@ -250,7 +252,8 @@ def _options() -> Options | None:
         return None
     from ds_unickpt.trainer import trainer_steering
 
-    return trainer_steering.options_of(config)
+    options = trainer_steering.options_of(config)
+    return None if options is None or hooks.settle(FRAMEWORK) else options
 
 
 def _config() -> Any:

@@ -26,6 +26,7 @@ from megatron_unickpt.dist_checkpointing import capture, dialects, lacking, meta
 from megatron_unickpt.dist_checkpointing.lacking import Fit, Lack
 from megatron_unickpt.framework import internals, optimizer_internals
 from megatron_unickpt.framework.errors import as_megatron_errors
+from megatron_unickpt.framework.versions import require_usable
 from megatron_unickpt.held_state import optimizer_forms, sharded_tensors
 from megatron_unickpt.held_state.foreign_state import Receiver
 from megatron_unickpt.held_state.hyperparameters import OptimizerPart
@@ -91,8 +92,10 @@ def load(
 
     Raises:
         MegatronCheckpointError: on every rank, if the checkpoint is damaged or does not fit on any rank; names the tensor.
+        UnsupportedFrameworkError: the source of this Megatron has changed, and the self-test of the hooks failed.
     """
     make_visible()
+    require_usable()
     begin = time.monotonic()
     handling = validation.parse_strict_flag(strict)
     options = internals.options()

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron_unickpt.dist_checkpointing import capture
 from megatron_unickpt.framework import internals, marks
 from megatron_unickpt.framework.errors import MegatronSaveError, as_megatron_errors
+from megatron_unickpt.framework.versions import require_usable
 from megatron_unickpt.held_state import optimizer_forms, sharded_tensors
 from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
 from unickpt.base.logs import make_visible
@@ -69,9 +70,11 @@ def save(
 
     Raises:
         MegatronSaveError: on every rank, if any rank could not describe or write its part. Written files are removed.
+        UnsupportedFrameworkError: the source of this Megatron has changed, and the self-test of the hooks failed.
     """
     runtime.saves_begun += 1
     make_visible()
+    require_usable()
     directory = absolute(str(checkpoint_dir))
     save_dir, tag = split(directory)
     compared: list[Any] = []

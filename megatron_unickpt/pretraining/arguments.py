@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_unickpt.framework.flags import add_flags, options_of
 from megatron_unickpt.framework.marks import BACKEND
+from megatron_unickpt.framework.versions import require_usable
 from unickpt.base.errors import ConfigError
 from unickpt.base.round_folder import note_saver
 from unickpt.checkpoint.save import requests
@@ -95,6 +96,7 @@ def parse_arguments(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if getattr(parsed, IN_MEMORY):  # Megatron refuses this type
         parsed.non_persistent_ckpt_type = "global"
     if wanted:
+        require_usable()
         _check_sharding(parsed)
         _check_places(parsed)
         _check_accepted(parsed)

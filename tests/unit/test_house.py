@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -216,7 +217,7 @@ def test_deepspeed_is_hooked_by_installation_or_by_import(code: str, env: dict[s
 
 
 @needs("deepspeed")
-def test_an_unknown_deepspeed_keeps_its_own_behaviour() -> None:
+def test_an_unknown_deepspeed_with_the_same_source_is_hooked() -> None:
     code = """
 import deepspeed, deepspeed.git_version_info as g
 g.version = "0.99.0"
@@ -226,11 +227,12 @@ print(hasattr(E.__dict__["save_checkpoint"], "__wrapped__"))
 from unickpt.base import hooks
 print({s.state for s in hooks.status()}, hooks.status()[0].reason)
 """
-    assert python(code, UNICKPT_AUTOLOAD="0").splitlines()[-2:] == ["False", "{'refused'} tested with <0.20,>=0.17.0"]
+    said = "{'installed'} 0.99.0 is not tested (<0.20,>=0.17.0 is), but the source is the same"
+    assert python(code, UNICKPT_AUTOLOAD="0").splitlines()[-2:] == ["True", said]
 
 
 @needs("deepspeed")
-def test_a_changed_source_is_refused() -> None:
+def test_a_changed_source_waits_for_a_self_test() -> None:
     code = """
 import inspect, deepspeed.runtime.engine as e
 def save_checkpoint(self, save_dir): return 1
@@ -241,9 +243,9 @@ ds_unickpt.uninstall()
 e.DeepSpeedEngine.save_checkpoint = save_checkpoint
 hooks.status
 inspect.getsource = lambda f: "def save_checkpoint(self): pass"
-print(ds_unickpt.install(), hooks.status()[1].reason.split("(")[0])
+print(ds_unickpt.install(), hooks.status()[1].state, hooks.status()[1].reason.split("(")[0])
 """
-    assert python(code).splitlines()[-1] == "False the source of DeepSpeedEngine.save_checkpoint is unknown"
+    assert python(code).splitlines()[-1] == "True unverified the source of DeepSpeedEngine.save_checkpoint is unknown"
 
 
 def test_versions_and_fingerprints() -> None:
@@ -256,9 +258,9 @@ def test_versions_and_fingerprints() -> None:
     assert hooks.ALLOW_UNTESTED == "UNICKPT_ALLOW_UNTESTED"
 
 
-def _hook(name: str, attribute: str, versions: str = ">=1") -> hooks.Hook:
+def _hook(name: str, attribute: str) -> hooks.Hook:
     return hooks.Hook(
-        name, __name__, attribute, lambda wrapped, _, args, kwargs: wrapped(*args, **kwargs), SpecifierSet(versions),
+        name, __name__, attribute, lambda wrapped, _, args, kwargs: wrapped(*args, **kwargs), SpecifierSet(">=1"),
         frozenset(), "", "", "",
     )  # fmt: skip
 
@@ -292,7 +294,8 @@ def test_all_hooks_of_an_adapter_are_in_place_or_none(monkeypatch: pytest.Monkey
     monkeypatch.setattr(hooks, "_status", {})
     monkeypatch.setattr(hooks, "_installed", {})
     before = (_first, _second)
-    assert not hooks.install([_hook("first", "_first"), _hook("second", "_second", ">=3")], framework="it", version="2")
+    lacks = replace(_hook("second", "_second"), parameters=("path",))
+    assert not hooks.install([_hook("first", "_first"), lacks], framework="it", version="2")
     assert {status.hook.name: status.state for status in hooks.status()} == {"first": "refused", "second": "refused"}
     assert hooks.status()[0].reason == "second is refused"
 

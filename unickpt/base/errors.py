@@ -26,6 +26,10 @@ class ConfigError(UnickptError):
     """An option is unknown, has a wrong type, or contradicts another option."""
 
 
+class UnsupportedFrameworkError(UnickptError):
+    """The hooks cannot be used with this version of a framework, and ``UNICKPT_REQUIRE=1`` requires them."""
+
+
 class FormatError(UnickptError):
     """The content of a file is malformed, out of bounds or inconsistent."""
 

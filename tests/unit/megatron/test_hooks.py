@@ -35,8 +35,8 @@ def test_the_functions_that_hooks_import_at_their_first_call_exist() -> None:
     assert all(callable(getattr(import_module(f"megatron_unickpt.{module}"), name)) for module, name in late)
 
 
-@pytest.mark.parametrize(("strict", "state"), [(True, "refused"), (False, "installed")])
-def test_an_unknown_source_is_noted_and_refused_only_by_a_strict_hook(strict: bool, state: str) -> None:
+@pytest.mark.parametrize(("strict", "state"), [(True, "unverified"), (False, "installed")])
+def test_an_unknown_source_is_noted_and_tested_for_a_strict_hook(strict: bool, state: str) -> None:
     hook = Hook(
         name="test", module="argparse", attribute="ArgumentParser.parse_args", wrapper=print, versions=VERSIONS,
         fingerprints=frozenset({"0" * 12}), why="", upstream="", until="", strict=strict,

@@ -1,0 +1,1 @@
+"""Self-tests of the hooks, for frameworks whose source has changed."""
