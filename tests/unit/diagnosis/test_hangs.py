@@ -17,7 +17,12 @@ from unickpt.diagnosis.snapshot.snapshot import GroupInfo
 PIPELINE = 9
 
 
-def rows(*entries: tuple[Any, ...], shapes: dict[int, int] | None = None, since: dict[int, int] | None = None) -> Any:
+def rows(
+    *entries: tuple[Any, ...],
+    shapes: dict[int, int] | None = None,
+    elements: int | None = None,
+    since: dict[int, int] | None = None,
+) -> Any:
     """``(rank, comm, entered, blocked)`` of collectives, ``(rank, (source, destination), entered, blocked)`` of pairs."""
     out = []
     for rank, where, entered, blocked in entries:
@@ -25,7 +30,8 @@ def rows(*entries: tuple[Any, ...], shapes: dict[int, int] | None = None, since:
         op = Op.ALL_REDUCE if pair == (-1, -1) else Op.SEND if pair[0] == rank else Op.RECEIVE
         comm = where if pair == (-1, -1) else PIPELINE
         moment, shape = (since or {}).get(rank, 100), (shapes or {}).get(rank, 5)
-        out.append((rank, comm, *pair, entered, entered - (blocked > 0), blocked, moment, int(op), 2, shape, 8))
+        count = shape if elements is None else elements
+        out.append((rank, comm, *pair, entered, entered - (blocked > 0), blocked, moment, int(op), 2, shape, count))
     return np.array(out, PROGRESS)
 
 
@@ -87,6 +93,19 @@ def test_of_two_ranks_that_differ_both_are_named_and_of_three_the_odd_one() -> N
     assert {each.ranks for each in verdict.evidence if isinstance(each, CallVariant)} == {(1,), (0, 2)}
     assert mismatches(rows((0, 0, 4, 0), (1, 0, 4, 0), shapes={1: 7}), members) == []  # nobody waits: both got through
     assert mismatches(rows((0, 0, 4, 4), (1, 0, 3, 0), shapes={1: 7}), members) == []  # another call
+
+
+def test_another_shape_with_as_many_elements_is_no_mismatch_where_backends_count_elements() -> None:
+    """Of DeepSpeed's pipeline: one stage broadcasts ``()`` and the others receive it into ``(1,)``."""
+    members = {0: GroupInfo("g", "", ())}
+    entries = rows((0, 0, 4, 4), (1, 0, 4, 4), (2, 0, 4, 4), shapes={1: 7}, elements=8)
+    assert mismatches(entries, members) == []
+    entries["elements"][1] = 0  # not known: the shapes decide
+    assert [verdict.ranks for verdict in mismatches(entries, members)] == [(1,)]
+    entries["elements"][1] = 9
+    assert [verdict.ranks for verdict in mismatches(entries, members)] == [(1,)]
+    entries["elements"], entries["op"] = 8, Op.ALL_GATHER  # the members' own shapes may not differ
+    assert [verdict.ranks for verdict in mismatches(entries, members)] == [(1,)]
 
 
 def test_thousands_of_blocked_ranks_are_reported() -> None:

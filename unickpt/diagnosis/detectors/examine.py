@@ -147,9 +147,14 @@ def _maybe_aborted_in(rows: ProgressTable, at: npt.NDArray[np.int64], aborted: l
     for name in ("rank", "comm", "call_ns", "op", "dtype", "shape"):
         found[name] = begun[name]
     found["entered"], found["blocked"] = begun["seq"], np.where(begun["end_ns"] == 0, begun["seq"], 0)
-    found["elements"] = begun["bytes"] // np.maximum(ITEMSIZES[np.minimum(begun["dtype"], len(ITEMSIZES) - 1)], 1)
+    found["elements"] = _elements(begun)
     over = rows[(rows["source"] < 0) & (rows["entered"] == rows["ended"]) & np.isin(rows["rank"], aborted)]
     return np.concatenate([found, rows[np.isin(at, _key(over["comm"], over["entered"] + 1))]])
+
+
+def _elements(calls: Calls) -> npt.NDArray[Any]:
+    """Return how many elements the larger side of each call has."""
+    return calls["bytes"] // np.maximum(ITEMSIZES[np.minimum(calls["dtype"], len(ITEMSIZES) - 1)], 1)
 
 
 def _of_other_sizes(verdict: Verdict) -> bool:
@@ -178,6 +183,7 @@ def _passed(rows: ProgressTable, calls: Calls) -> ProgressTable:
     out["entered"] = out["ended"] = over["seq"]
     for name in ("rank", "comm", "call_ns", "op", "dtype", "shape"):
         out[name] = over[name]
+    out["elements"] = _elements(over)
     return out
 
 

@@ -11,6 +11,8 @@ from unickpt.diagnosis.detectors.waits import Groups, group_of
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.snapshot.progress import ProgressTable
 
+_FLAT = (Op.ALL_REDUCE, Op.BROADCAST, Op.REDUCE)  # for these, backends look at the number of elements and not at the shape
+
 
 def mismatches(rows: ProgressTable, groups: Groups) -> list[Verdict]:
     """Return calls in which a rank waits and that differ between the members that have entered them.
@@ -25,9 +27,11 @@ def mismatches(rows: ProgressTable, groups: Groups) -> list[Verdict]:
         return []
     first = np.flatnonzero(np.concatenate([[True], (np.diff(rows["comm"]) != 0) | (np.diff(seq) != 0)]))
     group = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(rows))))
+    flat = np.logical_and.reduceat(np.isin(rows["op"], _FLAT) & (rows["elements"] > 0), first)  # all members, and all known
+    sent = np.where(flat[group], rows["elements"], rows["shape"])
     differs, waits = np.zeros(len(first), bool), np.zeros(len(first), bool)
-    for column in ("op", "dtype", "shape"):
-        differs[group[rows[column] != rows[column][first][group]]] = True
+    for column in (rows["op"], rows["dtype"], sent):
+        differs[group[column != column[first][group]]] = True
     waits[group[rows["blocked"] > 0]] = True
     return [_mismatch(rows[group == at], int(seq[first[at]]), groups) for at in np.flatnonzero(differs & waits).tolist()]
 
