@@ -91,7 +91,10 @@ def released(framework: str, version: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--no-build-isolation", "-d", str(folder), wanted]
     subprocess.run(command, check=True, env=os.environ | {"DS_BUILD_OPS": "0"})
     (archive,) = folder.iterdir()
-    shutil.unpack_archive(archive, folder / "tree", "zip" if archive.suffix == ".whl" else None, filter="data")
+    if archive.suffix == ".whl":
+        shutil.unpack_archive(archive, folder / "tree", "zip")
+    else:
+        shutil.unpack_archive(archive, folder / "tree", filter="data")
     print(archive.name)
     return next(found.parent for found in sorted((folder / "tree").rglob(framework)) if found.is_dir())
 
@@ -115,7 +118,10 @@ def main() -> int:
                 readers[version] = from_tree(released(args.framework, version, place))
             else:
                 readers[Path(version).name] = from_tree(Path(version))
-        return _show(hooks_of(args.framework), readers, changes_only=args.release)
+        hooks = hooks_of(args.framework)
+        if args.release:
+            hooks = [hook for hook in hooks if not hook.module.startswith("megatron.training")]
+        return _show(hooks, readers, changes_only=args.release)
 
 
 def _show(hooks: list[Hook], readers: dict[str, ReadText], *, changes_only: bool) -> int:

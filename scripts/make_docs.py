@@ -2,6 +2,7 @@
 
 The tables of ``docs/reference/options.md`` and ``docs/guides/steering-options.md``, and ``configs/unickpt.schema.json``, come
 from the declarations in ``unickpt/base/options`` and ``megatron_unickpt/framework/flags.py``.
+``docs/start/compatibility.md`` comes from ``docs/compatibility.toml``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 import re
 import sys
 from pathlib import Path
+
+import compatibility
 
 from megatron_unickpt.framework.flags import FLAG_ONLY, FLAGS, SCRIPT_OPTIONS, reason_without_flag
 from unickpt.base.options.declared import UNLIMITED, Option, declarations
@@ -111,6 +114,7 @@ def main() -> int:
         OPTIONS: with_tables(OPTIONS.read_text()),
         STEERING: with_steering_table(STEERING.read_text()),
         SCHEMA: schema_text(),
+        compatibility.PAGE: compatibility.page(),
     }
     stale = [path for path, text in made.items() if not path.is_file() or path.read_text() != text]
     if "--check" in sys.argv:
