@@ -16,23 +16,20 @@ with that version.
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
+from unickpt.base.hook_sources import ReadText, SourceTree, from_folders  # noqa: E402
 from unickpt.base.hooks import Hook, fingerprint_of_source  # noqa: E402
-
-ReadText = Callable[[str], str | None]  # path in the tree -> its text
 
 
 def hooks_of(framework: str) -> list[Hook]:
@@ -40,40 +37,6 @@ def hooks_of(framework: str) -> list[Hook]:
     declared: list[Hook] = import_module(f"{adapter}.hooks").DECLARED
     declared = [*declared, *import_module(f"{adapter}.measuring.timing").all_timing_hooks()]
     return [hook for hook in declared if hook.module.partition(".")[0] == framework]
-
-
-def source_of(read: ReadText, module: str, attribute: str) -> str | None:
-    """Return the source text, decorators included, of ``function`` or ``Class.method`` in a module of a tree."""
-    path = module.replace(".", "/")
-    text = read(f"{path}.py")
-    package = text is None
-    if text is None:
-        text = read(f"{path}/__init__.py")
-    if text is None:
-        return None
-    tree = ast.parse(text)
-    scope: ast.AST = tree
-    for name in attribute.split("."):
-        found = [node for node in ast.iter_child_nodes(scope) if getattr(node, "name", None) == name]
-        if not found:
-            return _imported(read, tree, module if package else module.rpartition(".")[0], attribute)
-        scope = found[-1]
-    if not isinstance(scope, ast.FunctionDef):
-        return None
-    first = min([scope.lineno, *(d.lineno for d in scope.decorator_list)])
-    return "".join(text.splitlines(keepends=True)[first - 1 : scope.end_lineno])
-
-
-def _imported(read: ReadText, tree: ast.Module, package: str, attribute: str) -> str | None:
-    """Return the source of a function that a module imports by name from another one of its package."""
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.level == 1 and any(alias.name == attribute for alias in node.names):
-            return source_of(read, f"{package}.{node.module}", attribute)
-    return None
-
-
-def from_tree(tree: Path) -> ReadText:
-    return lambda path: (tree / path).read_text() if (tree / path).is_file() else None
 
 
 def from_repository(folder: Path, commit: str) -> ReadText:
@@ -108,30 +71,30 @@ def main() -> int:
     form.add_argument("--release", action="store_true", help="the versions are those of releases on the package index")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        readers = {}
+        trees = {}
         for version in args.versions:
             if args.repository is not None:
-                readers[version] = from_repository(args.repository, version)
+                trees[version] = SourceTree(from_repository(args.repository, version))
             elif args.release:
                 place = Path(folder, version)
                 place.mkdir()
-                readers[version] = from_tree(released(args.framework, version, place))
+                trees[version] = SourceTree(from_folders([released(args.framework, version, place)]))
             else:
-                readers[Path(version).name] = from_tree(Path(version))
+                trees[Path(version).name] = SourceTree(from_folders([Path(version)]))
         hooks = hooks_of(args.framework)
         if args.release:
             hooks = [hook for hook in hooks if not hook.module.startswith("megatron.training")]
-        return _show(hooks, readers, changes_only=args.release)
+        return _show(hooks, trees, changes_only=args.release)
 
 
-def _show(hooks: list[Hook], readers: dict[str, ReadText], *, changes_only: bool) -> int:
+def _show(hooks: list[Hook], trees: dict[str, SourceTree], *, changes_only: bool) -> int:
     """Print the fingerprints of each hook. Returns 1 if only changes are wanted and there are some."""
     changed = False
     for hook in hooks:
         seen: dict[str, list[str]] = defaultdict(list)
-        for version, read in readers.items():
-            source = source_of(read, hook.module, hook.attribute)
-            seen[fingerprint_of_source(source) if source else "absent"].append(version)
+        for version, tree in trees.items():
+            source = tree.function(hook.module, hook.attribute)
+            seen[fingerprint_of_source(source.text) if source else "absent"].append(version)
         if changes_only:
             seen = {value: versions for value, versions in seen.items() if value not in hook.fingerprints}
         if seen:
