@@ -120,6 +120,7 @@ setup(
             "checkpoint/load/_checked_read.pyi",
             "diagnosis/reports/*.html",
             "diagnosis/reports/*.js",
+            "cli/doctor/*.json",
         ],
         "ds_unickpt": ["py.typed"],
         "megatron_unickpt": ["py.typed"],

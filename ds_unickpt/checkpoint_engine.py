@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from ds_unickpt.compressing.automatic import Automatic
 from ds_unickpt.compressing.compression import CompressedEngine
 from ds_unickpt.framework import internals
 from ds_unickpt.held_state.beginning import Beginning
+from unickpt.base.logs import logger
 from unickpt.base.options.job import Options
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.coordination.owners import Owners
@@ -24,8 +24,6 @@ from unickpt.checkpoint.memory.tier import MemoryTier
 from unickpt.checkpoint.save.requests import SaveResult, save_options
 from unickpt.checkpoint.save.saver import Saver
 from unickpt.diagnosis import session
-
-logger = logging.getLogger("unickpt")
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +16,10 @@ from ds_unickpt.framework import internals
 from ds_unickpt.held_state.beginning import Beginning
 from ds_unickpt.runtime import EngineRuntime
 from unickpt.base.errors import ConfigError, CoordinationError
-from unickpt.base.logs import make_visible
+from unickpt.base.logs import logger, make_visible
 from unickpt.base.options.job import Options
 from unickpt.checkpoint.coordination.owners import Owners
 from unickpt.checkpoint.storage.open import unusable_reason
-
-logger = logging.getLogger("unickpt")
 
 
 class NewEngine:

@@ -120,6 +120,7 @@ TIMING = declared(
 )
 BESIDE = [batch_hooks.HOOK, TIMING]  # alone: without them, the job saves and loads all the same
 OPTIONAL = compression_hooks.HOOKS  # installed only if an option asks for them
+NEEDED = [*HOOKS, *trainer_hooks.HOOKS]  # all of a framework, or unickpt does not act in it
 DECLARED = [*HOOKS, *BESIDE, *OPTIONAL, *hints.HOOKS, *trainer_hooks.HOOKS, trainer_hooks.MEMORY]
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from unickpt.base.logs import logger
+
 if TYPE_CHECKING:
     from unickpt.training.data.resharding import ReshardableLoader
-
-logger = logging.getLogger("unickpt")
 
 
 @dataclass(frozen=True, slots=True)

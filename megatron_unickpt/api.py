@@ -5,7 +5,6 @@ They need no global arguments and fork no process.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from megatron_unickpt.held_state.optimizer import METADATA
 from megatron_unickpt.pretraining import schedule
 from megatron_unickpt.pretraining.choices import step_of
 from unickpt.base.errors import ConfigError
+from unickpt.base.logs import logger
 from unickpt.base.options.job import MISSING, MemoryOptions
 from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.load.candidates import Candidates
@@ -34,8 +34,6 @@ from unickpt.checkpoint.load.resume import Offer, Together, resume
 from unickpt.checkpoint.memory.offers import MemoryResume
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.storage.base import absolute, join, split
-
-logger = logging.getLogger("unickpt")
 
 _RNG = "unickpt_rng"
 

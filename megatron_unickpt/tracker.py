@@ -9,7 +9,6 @@ removes it.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 from collections.abc import Collection, Iterable
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from megatron_unickpt.framework import marks
 from unickpt.base.errors import StorageError, UnickptError
+from unickpt.base.logs import logger
 from unickpt.checkpoint.checkpoint_folder import (
     ITERATION,
     RELEASE,
@@ -31,8 +31,6 @@ from unickpt.checkpoint.save import retention
 from unickpt.checkpoint.save.retention import Retention
 from unickpt.checkpoint.storage.base import split
 from unickpt.checkpoint.storage.open import open_storage
-
-logger = logging.getLogger("unickpt")
 
 _NATIVE_MARKS = (MARK_FILE, ".metadata")  # Megatron writes one of them when a checkpoint of its own is complete
 

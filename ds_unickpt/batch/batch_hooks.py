@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,9 +10,8 @@ from typing import Any
 from ds_unickpt.edge import RUNTIME
 from ds_unickpt.framework.declaration import declared
 from ds_unickpt.runtime import EngineRuntime
+from unickpt.base.logs import logger
 from unickpt.base.options.declared import KEY
-
-logger = logging.getLogger("unickpt")
 
 
 def _set_batch(runtime: EngineRuntime, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:

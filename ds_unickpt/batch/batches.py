@@ -104,8 +104,11 @@ def changed(saved: Batch | None, now: Batch, *, step: int, trainer: bool) -> str
     )
 
 
-def resumed(saved: Batch | None, now: Batch, *, step: int, samples: int, worlds: tuple[int | None, int]) -> str:
-    """Return the log line of a resume: position, and what changed since the checkpoint; None: unknown."""
+def resumed(saved: Batch | None, now: Batch, *, step: int, samples: int, worlds: tuple[int | None, int]) -> tuple[str, bool]:
+    """Return the log line of a resume: position, and what changed since the checkpoint; and whether something did.
+
+    None: unknown.
+    """
     before = saved or now
     values = [
         ("world", *worlds),
@@ -114,7 +117,8 @@ def resumed(saved: Batch | None, now: Batch, *, step: int, samples: int, worlds:
         ("accumulation", before.accumulation, now.accumulation),
     ]
     changes = [f"{name} {new}" if old in (None, new) else f"{name} {old} -> {new}" for name, old, new in values]
-    return f"resumed at step {step:,} after {samples:,} samples: {', '.join(changes)}"
+    line = f"resumed at step {step:,} after {samples:,} samples: {', '.join(changes)}"
+    return line, any(old not in (None, new) for _, old, new in values)
 
 
 def kept(total: int, now: Batch, trainer: bool) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from ds_unickpt.compressing import compression
 from ds_unickpt.held_state.names import ModuleNames
 from ds_unickpt.runtime import EngineRuntime
 from unickpt.base.errors import CoordinationError
+from unickpt.base.logs import logger
 from unickpt.base.options.job import AUTO, Options
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -19,8 +19,6 @@ from unickpt.diagnosis import session
 from unickpt.planning.replay.sources import read_trace
 from unickpt.training.compression.automatic import Choice, chosen, timed_candidates
 from unickpt.training.compression.settings import NONE, Compression
-
-logger = logging.getLogger("unickpt")
 
 WARM_UP = 20  # recorded steps before the choice
 STORED = "gradient_compression"  # the choice among the shared objects of a checkpoint

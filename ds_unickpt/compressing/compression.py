@@ -6,7 +6,6 @@ Residuals are shared objects of a checkpoint, one of each rank. ``optimizer_resi
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -20,6 +19,7 @@ from ds_unickpt.framework.versions import version
 from ds_unickpt.held_state.names import ModuleNames
 from ds_unickpt.runtime import EngineRuntime
 from unickpt.base import hooks
+from unickpt.base.logs import logger
 from unickpt.base.options.job import AUTO, CompressionOptions
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
@@ -27,8 +27,6 @@ from unickpt.training.compression.carried import COMMON, STORED
 from unickpt.training.compression.exchange import GradientExchange
 from unickpt.training.compression.settings import NONE, Compression
 from unickpt.training.compression.wire import GroupWire
-
-logger = logging.getLogger("unickpt")
 
 _WRAPPERS = ("plain", "FP16_Optimizer", "FP16_UnfusedOptimizer", ZERO_1_2)
 

@@ -8,7 +8,6 @@ reading (``partition_updates.refresh_weights``).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 from ds_unickpt.framework.internals import BF16, ZERO_1_2, ZERO_3
@@ -17,12 +16,11 @@ from ds_unickpt.framework.partitions import ParameterRange, Partition
 from ds_unickpt.held_state.engine_view import EngineView
 from ds_unickpt.loading.reads import Reads
 from ds_unickpt.placing.slices import Slices
+from unickpt.base.logs import logger
 from unickpt.checkpoint.coordination.host_peers import HostPeers
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.load.checkpoint import Checkpoint
-
-logger = logging.getLogger("unickpt")
 
 _MOST_RANKS = 4  # of a host that read all masters. More would take the bandwidth of the memory from each other
 

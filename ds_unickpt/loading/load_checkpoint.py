@@ -18,14 +18,13 @@ from ds_unickpt.loading.sources import InMemory, InTrainerFolder, Noted, OnDisk,
 from ds_unickpt.loops import memory_note, trainer_folders
 from ds_unickpt.saving import hints
 from unickpt.base.errors import ConfigError, UnickptError
+from unickpt.base.logs import logger
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.failure import DAMAGE, failure_of
 from unickpt.checkpoint.load.resume import Offer, Together, resume
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.storage.base import is_url, join
-
-logger = logging.getLogger("unickpt")
 
 
 def load_checkpoint(
@@ -161,8 +160,8 @@ def _log_batch(engine: Any, loading: EngineRestore, of_trainer: bool) -> None:
     """Log what changed since the checkpoint. Warn if the global batch size changed: DeepSpeed does not compare them."""
     before, now, step = loading.saved_batch(), batches.of_engine(engine), int(engine.global_steps)
     worlds = loading.checkpoint.manifest.writer.topology.get("world_size"), int(engine.world_size)
-    line = batches.resumed(before, now, step=step, samples=int(engine.global_samples), worlds=worlds)
-    logger.info("unickpt: %s", line)
+    line, changed = batches.resumed(before, now, step=step, samples=int(engine.global_samples), worlds=worlds)
+    logger.log(logging.INFO if changed else logging.DEBUG, "unickpt: %s", line)
     warning = batches.changed(before, now, step=step, trainer=of_trainer)
     if warning:
         logger.warning("unickpt: %s", warning)

@@ -9,7 +9,6 @@ its collectives before the parts that can fail on one rank alone.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -39,8 +38,6 @@ from unickpt.checkpoint.format.topology import describe
 from unickpt.checkpoint.load.checkpoint import Checkpoint, Planned
 from unickpt.checkpoint.load.report import LoadReport
 from unickpt.transform.dialects.translated_checkpoint import heading_of
-
-logger = logging.getLogger("unickpt")
 
 
 def _override(parameter: torch.nn.Parameter, place: FlatPlace, common: Box, data: torch.Tensor, placed: Placement) -> None:

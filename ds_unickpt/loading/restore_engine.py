@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +18,7 @@ from ds_unickpt.loading.restore import EngineRestore
 from ds_unickpt.loading.restore_objects import LoadArguments
 from unickpt.base.errors import MismatchError
 from unickpt.base.garbage import collection_paused
+from unickpt.base.logs import logger
 from unickpt.checkpoint.coordination.host_peers import HostMemory
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.coordination.owners import Origin
@@ -26,8 +26,6 @@ from unickpt.checkpoint.load.checkpoint import Checkpoint, Planned
 from unickpt.checkpoint.load.resume import Together
 from unickpt.checkpoint.state.filling import shapes_of_all
 from unickpt.diagnosis import session
-
-logger = logging.getLogger("unickpt")
 
 Opener = Callable[[], Checkpoint]
 Residuals = tuple[RestoredResiduals, RestoredOptimizerResiduals]
@@ -118,8 +116,7 @@ def _report(ours: UnickptCheckpointEngine, loading: EngineRestore, skipped: tupl
     ours.last_report = report
     session.checkpoint_io(report.io_times(loading.checkpoint.manifest.step or 0))
     if ours.exchange.rank == 0:
-        for line in report.lines():
-            logger.info("unickpt: %s", line)
+        report.log()
     if loading.placed.first and loading.fresh_line:
         logger.warning("unickpt: %s: %s", loading.checkpoint.storage, loading.fresh_line)
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from ds_unickpt.held_state.beginning import Beginning
 from ds_unickpt.held_state.engine_view import EXTRA_STATE, MICRO_BATCHES, EngineView
 from ds_unickpt.loading.dialects import SCHEDULE
 from ds_unickpt.placing.placement import Generators
+from unickpt.base.logs import logger
 from unickpt.base.options.job import Options
 from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.load import lr_progress, rng
@@ -28,8 +28,6 @@ from unickpt.checkpoint.load.lr_progress import Progress
 from unickpt.checkpoint.load.report import Entry, LoadReport
 from unickpt.transform.convert.training_progress import DEEPSPEED_SCHEDULERS
 from unickpt.transform.dialects.translated_checkpoint import TranslatedCheckpoint
-
-logger = logging.getLogger("unickpt")
 
 
 @dataclass(frozen=True, slots=True)

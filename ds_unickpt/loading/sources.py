@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from ds_unickpt.loops import trainer_folders
 from ds_unickpt.loops.memory_note import MemoryNote
 from unickpt.base.errors import CorruptCheckpointError, FormatError, NotACheckpointError, UnickptError, UnsafePathError
+from unickpt.base.logs import logger
 from unickpt.checkpoint.checkpoint_folder import complete_checkpoints, latest_tag, plain_tag, read_manifest
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
@@ -21,8 +21,6 @@ from unickpt.checkpoint.memory.offers import MemoryResume
 from unickpt.checkpoint.memory.tier import MemoryTier, choose
 from unickpt.checkpoint.storage.base import Storage, is_url, join
 from unickpt.checkpoint.storage.open import open_storage
-
-logger = logging.getLogger("unickpt")
 
 
 class Source:

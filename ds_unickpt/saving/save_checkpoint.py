@@ -14,6 +14,7 @@ from ds_unickpt.framework import internals
 from ds_unickpt.loops import callers
 from ds_unickpt.saving import capture, hints
 from unickpt.base.errors import CoordinationError, SaveFailedError
+from unickpt.base.logs import logger
 from unickpt.checkpoint.coordination.failure import FailureKind, sentence
 from unickpt.checkpoint.coordination.message_exchange import Message
 from unickpt.checkpoint.save import shutdown
@@ -23,8 +24,6 @@ from unickpt.checkpoint.save.requests import PendingSave, SaveRequest, SaveResul
 from unickpt.checkpoint.save.shards import Contribution
 from unickpt.checkpoint.storage.base import absolute, is_url, split
 from unickpt.diagnosis import session
-
-logger = logging.getLogger("unickpt")
 
 _INSTEAD = (
     'DeepSpeed\'s own checkpoint engine saves this job, as without the "unickpt" key. '

@@ -25,6 +25,7 @@ from ds_unickpt.framework.declaration import declared
 from ds_unickpt.runtime import EngineRuntime
 from unickpt.base import hooks
 from unickpt.base.hooks import Hook
+from unickpt.base.logs import logger
 from unickpt.base.options.declared import KEY
 from unickpt.base.options.job import Options
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from ds_unickpt.loops.trainer_folders import ResumeFolder
     from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 
-logger = logging.getLogger("unickpt")
 
 FRAMEWORK, LOST = "transformers", "Trainer resumes from the folder with the highest number, also where a save has not finished"
 VERSIONS = SpecifierSet(">=4.50,<6")

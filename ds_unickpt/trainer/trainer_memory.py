@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import json
-import logging
 import os
 import sys
 import tempfile
@@ -26,13 +25,12 @@ from ds_unickpt.loops import trainer_folders
 from ds_unickpt.saving import hints
 from ds_unickpt.saving.save_checkpoint import request_of
 from unickpt.base.errors import CoordinationError, FormatError, SaveFailedError
+from unickpt.base.logs import logger
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.folders import TRAINER_STATE
 from unickpt.checkpoint.memory.tier import MemoryTurn
 from unickpt.checkpoint.storage.base import split
 from unickpt.checkpoint.storage.posix import PosixStorage
-
-logger = logging.getLogger("unickpt")
 
 FILES = "trainer_files"  # key in the objects of a rank
 _OWN = ("_save_checkpoint", "save_model", "_save", "_get_output_dir", "_save_optimizer_and_scheduler", "_save_rng_state")

@@ -6,14 +6,13 @@ names the generation (``loops/memory_note.py``).
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 
 from ds_unickpt.loops.memory_note import MemoryNote
 from ds_unickpt.trainer import trainer_memory
 from unickpt.base.errors import UnickptError
-from unickpt.base.logs import make_visible
+from unickpt.base.logs import logger, make_visible
 from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.load.resume import AgreedFailureError, Together
@@ -21,8 +20,6 @@ from unickpt.checkpoint.memory.finding import FoundGeneration
 from unickpt.checkpoint.memory.generations import folder_of
 from unickpt.checkpoint.memory.tier import MemoryLoad, MemoryTier
 from unickpt.checkpoint.storage.open import open_storage
-
-logger = logging.getLogger("unickpt")
 
 _RESUME = "resume"
 

@@ -6,7 +6,6 @@ position in the data, learning rate and total steps stay what they were.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import MutableMapping
 from typing import Any
@@ -17,10 +16,8 @@ from ds_unickpt.batch.batches import Batch
 from ds_unickpt.batch.config import valid_options
 from ds_unickpt.loops import trainer_folders
 from ds_unickpt.loops.trainer_folders import ResumeFolder
-from unickpt.base.logs import make_visible
+from unickpt.base.logs import logger, make_visible
 from unickpt.base.options.job import Options
-
-logger = logging.getLogger("unickpt")
 
 _TOTAL, _ACCUMULATION = "train_batch_size", "gradient_accumulation_steps"
 

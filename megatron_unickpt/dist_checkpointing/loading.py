@@ -5,7 +5,6 @@ Arguments and results are those of megatron-core's function (``dist_checkpointin
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from megatron_unickpt.runtime import Runtime
 from unickpt.base.errors import MismatchError
 from unickpt.base.garbage import collection_paused
 from unickpt.base.listing import some
-from unickpt.base.logs import make_visible
+from unickpt.base.logs import logger, make_visible
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.coordination.owners import Origin
 from unickpt.checkpoint.format.index import TensorInfo
@@ -45,8 +44,6 @@ from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.state.filling import lost_parameters, mask_of, unrequested
 from unickpt.diagnosis import session
 from unickpt.transform.dialects.translated_checkpoint import TranslatedCheckpoint
-
-logger = logging.getLogger("unickpt")
 
 # Objects of one rank's position. A job with another parallel shape has other positions and loads none of them.
 BY_POSITION = {"rng_state", "unickpt_rng", "rerun_state_machine_state"}
@@ -341,5 +338,4 @@ def _account(
             _warn_of_fresh(begun, work.stored_states)
             if work.vocabulary.change and not isinstance(checkpoint, TranslatedCheckpoint):
                 logger.warning("unickpt: %s", work.vocabulary.change)
-            for line in report.lines():
-                logger.info("unickpt: %s", line)
+            report.log()

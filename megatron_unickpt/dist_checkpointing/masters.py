@@ -8,7 +8,6 @@ the weights alone does not pass the optimizer, so it is looked for among the obj
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +20,7 @@ from megatron_unickpt.dist_checkpointing import capture
 from megatron_unickpt.framework import internals
 from megatron_unickpt.framework import optimizer_internals as optimizers
 from megatron_unickpt.held_state import optimizer_forms
-
-logger = logging.getLogger("unickpt")
+from unickpt.base.logs import logger
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ Reads no tensor and needs no process group.
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,12 @@ from megatron_unickpt.held_state import foreign_state, sharded_tensors
 from megatron_unickpt.held_state.foreign_state import Receiver
 from megatron_unickpt.held_state.optimizer import METADATA
 from megatron_unickpt.runtime import Runtime
+from unickpt.base.logs import logger
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.transform.convert.megatron.keys import CONTENT_METADATA
 from unickpt.transform.edit.remove_tensors import remove_tensors
-
-logger = logging.getLogger("unickpt")
 
 
 def common_state_dict(checkpoint: Checkpoint, receiver: Receiver | None = None) -> Any:

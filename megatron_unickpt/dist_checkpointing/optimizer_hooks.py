@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,9 +13,8 @@ from megatron_unickpt.framework.optimizer_internals import unsupported_reason
 from megatron_unickpt.held_state import optimizer
 from megatron_unickpt.held_state.hyperparameters import OptimizerPart
 from megatron_unickpt.runtime import Purpose, Runtime
+from unickpt.base.logs import logger
 from unickpt.transform.convert.megatron import keys
-
-logger = logging.getLogger("unickpt")
 
 
 def hooked_state_dict(

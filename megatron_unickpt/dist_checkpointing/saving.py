@@ -7,7 +7,6 @@ development branch). This module does not use Megatron's global arguments.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from megatron_unickpt.framework.errors import MegatronSaveError, as_megatron_err
 from megatron_unickpt.framework.versions import require_usable
 from megatron_unickpt.held_state import optimizer_forms, sharded_tensors
 from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
-from unickpt.base.logs import make_visible
+from unickpt.base.logs import logger, make_visible
 from unickpt.checkpoint.checkpoint_folder import ITERATION
 from unickpt.checkpoint.coordination.message_exchange import Message
 from unickpt.checkpoint.memory.tier import MemoryTurn
@@ -35,8 +34,6 @@ from unickpt.checkpoint.storage.base import absolute, split
 from unickpt.checkpoint.storage.open import open_storage
 from unickpt.diagnosis import session
 from unickpt.transform.convert.megatron.keys import CONTENT_METADATA
-
-logger = logging.getLogger("unickpt")
 
 
 def save(

@@ -7,7 +7,6 @@ each n-th go into memory (``--unickpt-memory-to-disk-every``).
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,13 +16,12 @@ from megatron_unickpt.pretraining import non_persistent
 from megatron_unickpt.pretraining.arguments import IN_MEMORY, save_options
 from megatron_unickpt.runtime import Runtime
 from unickpt.base.errors import CoordinationError, UnickptError
+from unickpt.base.logs import logger
 from unickpt.base.options.job import MemoryOptions
 from unickpt.checkpoint.checkpoint_folder import tracked_iteration
 from unickpt.checkpoint.memory.offers import MemoryResume
 from unickpt.checkpoint.memory.tier import MemoryTier, MemoryTurn
 from unickpt.checkpoint.storage.base import absolute
-
-logger = logging.getLogger("unickpt")
 
 
 def memory_options(arguments: Any) -> MemoryOptions:

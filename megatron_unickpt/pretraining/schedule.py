@@ -6,14 +6,13 @@ that the flag overrides only the form of the schedule (megatron-core up to 0.19)
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-logger = logging.getLogger("unickpt")
+from unickpt.base.logs import logger
 
 BOUNDS = ("max_lr", "min_lr", "start_wd", "end_wd")  # what ``OptimizerParamScheduler`` reads from a group
 

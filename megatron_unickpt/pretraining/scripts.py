@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,6 +40,7 @@ from megatron_unickpt.pretraining.arguments import (
 from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
 from megatron_unickpt.tracker import Diverted
 from unickpt.base.errors import MismatchError, NotACheckpointError, StorageError
+from unickpt.base.logs import logger
 from unickpt.checkpoint.checkpoint_folder import ITERATION
 from unickpt.checkpoint.format.topology import describe
 from unickpt.checkpoint.load import rng
@@ -49,8 +49,6 @@ from unickpt.checkpoint.load.resume import AgreedFailureError, Offer, Together, 
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.storage.base import absolute, split
 from unickpt.transform.dialects.model_facts import Model
-
-logger = logging.getLogger("unickpt")
 
 RNG = "rng_state"
 _NATIVE = ScriptCall(Purpose.NATIVE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,13 +15,12 @@ from megatron_unickpt.dist_checkpointing import saving
 from megatron_unickpt.pretraining import non_persistent
 from megatron_unickpt.runtime import Runtime, ScriptCall
 from unickpt.base.errors import UnickptError
+from unickpt.base.logs import logger
 from unickpt.checkpoint.checkpoint_folder import RELEASE, iteration_name
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.save.upload import tags_of
 from unickpt.checkpoint.storage.base import absolute, join, split
 from unickpt.checkpoint.storage.open import open_storage
-
-logger = logging.getLogger("unickpt")
 
 
 def name_native(runtime: Runtime, options: argparse.Namespace, given: Mapping[str, Any], call: ScriptCall) -> None:

@@ -28,9 +28,6 @@ from unickpt.transform.quantise.divergence import DIVERGENCE, errors_of
 from unickpt.transform.quantise.encoding import CastEncoding
 from unickpt.transform.quantise.inputs import read_inputs
 from unickpt.transform.quantise.measure import (
-    INDICATORS,
-    SECOND_MOMENT,
-    WEIGHT_ERROR,
     Measurement,
     UnitErrors,
     has_moments,
@@ -38,9 +35,7 @@ from unickpt.transform.quantise.measure import (
 )
 from unickpt.transform.quantise.modules import layer_of, units_of
 from unickpt.transform.quantise.recipe import PLAN_SCHEMA
-from unickpt.transform.quantise.scheme import Scheme
-
-SCHEMES = ("4", "8", "16")
+from unickpt.transform.quantise.scheme import CHOICES, INDICATORS, SECOND_MOMENT, WEIGHT_ERROR, Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +55,7 @@ class BitsRequest:
 
     devices: Sequence[Device]
     reorder: bool = False
-    schemes: Sequence[Scheme] = tuple(map(Scheme.parse, SCHEMES))
+    schemes: Sequence[Scheme] = tuple(map(Scheme.parse, CHOICES))
     indicator: str = "auto"
     inputs: Path | None = None
     tokens: int = 0
@@ -73,7 +68,7 @@ def plan_bits(
     memory_bytes: int | Sequence[int],
     *,
     output: str | os.PathLike[str] | None = None,
-    schemes: Sequence[str] = SCHEMES,
+    schemes: Sequence[str] = CHOICES,
     indicator: str = "auto",
     inputs: str | os.PathLike[str] | None = None,
     errors: str | os.PathLike[str] | None = None,

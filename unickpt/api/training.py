@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from unickpt.api.state import Key, Models, Value, describe, fingerprint_of_repli
 from unickpt.base.errors import ConfigError, NotACheckpointError, SaveFailedError
 from unickpt.base.launcher_watch import end_with_launcher
 from unickpt.base.listing import some
+from unickpt.base.logs import logger
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.coordination.owners import Origin, Owner
 from unickpt.checkpoint.format.manifest import Writer
@@ -33,8 +33,6 @@ from unickpt.checkpoint.save.saver import Saver
 from unickpt.checkpoint.save.shards import Contribution
 from unickpt.checkpoint.state.filling import Filling
 from unickpt.checkpoint.storage.base import absolute, split
-
-logger = logging.getLogger("unickpt")
 
 _MODELS = Models()  # of the state dicts of this process; a function has no other place for them
 

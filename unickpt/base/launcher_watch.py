@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import os
 import signal
 import threading
@@ -24,10 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unickpt.base.left_workers import AGENT, TERM_S, WORKER, digest_of, first_to_end, left_in, records_folder, send
+from unickpt.base.logs import logger
 from unickpt.base.process_identity import ProcessIdentity, environment_of
 from unickpt.base.round_folder import RUN_ID
-
-logger = logging.getLogger("unickpt")
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _TORCHRUN, _DEEPSPEED = (RUN_ID, "MASTER_PORT", "RANK"), ("CROSS_RANK", "MASTER_PORT", "RANK")

@@ -53,6 +53,19 @@ def verified(module: str, framework: str, version: str, fingerprints: list[str],
     return reason
 
 
+def last_result(framework: str, version: str) -> str | None:
+    """Return the newest result for a version, '' or why it failed; None if there is none, or a failure that is too old."""
+    files = sorted(cache_folder().glob(f"{framework.lower()}-*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    return next((_known(file) for file in files if _version_in(file) == version), None)
+
+
+def _version_in(file: Path) -> str:
+    try:
+        return str(json.loads(file.read_text())["version"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 def cache_folder() -> Path:
     """Return the folder of this user for results; a temporary one if the home directory cannot be written."""
     base = os.environ.get(CACHE) or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "unickpt")

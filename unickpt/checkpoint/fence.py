@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
-import logging
 import os
 import re
 import socket
@@ -28,12 +27,11 @@ from typing import Any
 
 from unickpt.base.errors import StorageError, UnickptError
 from unickpt.base.launcher_watch import known_launcher
+from unickpt.base.logs import logger
 from unickpt.base.process_identity import ProcessIdentity
 from unickpt.base.round_folder import ROUND
 from unickpt.checkpoint.storage.base import Storage, absolute, split
 from unickpt.checkpoint.storage.open import open_storage
-
-logger = logging.getLogger("unickpt")
 
 FENCE_FILE, FENCE_LOCK = "unickpt-writer.json", "unickpt-writer.lock"
 FENCE = "UNICKPT_FENCE"  # in the environment of the workers of a round

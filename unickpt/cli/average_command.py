@@ -7,22 +7,9 @@ import argparse
 from unickpt.base.errors import ConfigError, MismatchError
 from unickpt.checkpoint.load.folders import list_tags
 from unickpt.checkpoint.storage.base import join
-from unickpt.cli.edit_common import check_destination, configure_writing, opened, operate
+from unickpt.cli.edit_common import check_destination, opened, operate
 from unickpt.cli.output import Output
 from unickpt.transform.edit.average import Average
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("destination", metavar="DST", help="output directory; an interrupted average into it goes on")
-    parser.add_argument(
-        "sources", metavar="SRC", nargs="+", help="checkpoints in order, or one save directory with --last; paths or URLs"
-    )
-    parser.add_argument("--last", type=int, metavar="K", help="average the K newest complete checkpoints of the save directory")
-    parser.add_argument(
-        "--ema", type=float, metavar="DECAY", help="exponential moving average: m = DECAY * m + (1 - DECAY) * x, in order"
-    )
-    configure_writing(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -30,7 +17,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
     check_destination(args.destination)
     sources = args.sources if args.last is None else _newest(args.sources, args.last)
     step = Average(args.ema)
-    return operate(step.of([opened(source) for source in sources]), sources, [step], args, out)
+    table = step.of([opened(source) for source in sources])
+    found = operate(table, sources, [step], args, Output.for_lines(out, as_json=args.json))
+    if args.json:
+        out.json(found.as_json())
+    return found.code
 
 
 def _newest(directories: list[str], count: int) -> list[str]:

@@ -33,16 +33,6 @@ class _Option:
     help: str
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell that the script is for")
-    parser.epilog = (
-        "bash: unickpt completion bash > ~/.local/share/bash-completion/completions/unickpt   "
-        "zsh: unickpt completion zsh > a folder of $fpath/_unickpt   "
-        "fish: unickpt completion fish > ~/.config/fish/completions/unickpt.fish"
-    )
-
-
 def run(args: argparse.Namespace, out: Output) -> int:
     """Print the script."""
     from unickpt.cli.main import COMMANDS  # which names this module
@@ -51,7 +41,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     options: dict[str, list[_Option]] = {}
     for command in COMMANDS:
         parser = argparse.ArgumentParser(prog=command.name)
-        import_module(command.module).configure(parser)
+        import_module(command.arguments).configure(parser)
         options[command.name] = [_option(action) for action in parser._actions]
     out.text({"bash": _bash, "zsh": _zsh, "fish": _fish}[args.shell](helps, options))
     return SOUND

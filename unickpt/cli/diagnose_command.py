@@ -11,7 +11,6 @@ from typing import Any
 
 from unickpt.base.errors import FormatError, NotACheckpointError
 from unickpt.base.private_files import SHARED_MEMORY, read_text
-from unickpt.cli.arguments import add_deadline
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.output import Output
 from unickpt.diagnosis.agent.launch import ADDRESS, read_address
@@ -29,19 +28,6 @@ from unickpt.diagnosis.snapshot.snapshot import KEPT_STEPS, Snapshot, take_snaps
 
 JSON_SCHEMA = 2
 _MOST_BYTES, _MOST_BEFORE = 4 << 20, 16  # of verdicts.jsonl; earlier verdicts that are shown
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument(
-        "places",
-        metavar="DIR-or-ADDRESS",
-        nargs="*",
-        help="folders with the ring files of a job, one per host; or http://... of the job's agent, or "
-        "DIR/agent, the file with that address (default: the one folder of your jobs in the shared memory of this host)",
-    )
-    add_deadline(parser)
-    parser.add_argument("--json", action="store_true", help="the verdicts as one JSON document")
 
 
 def seen_from(places: Sequence[str]) -> Snapshot:

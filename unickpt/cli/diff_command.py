@@ -16,22 +16,6 @@ from unickpt.transform.dialects.translated_checkpoint import under_names_of
 JSON_SCHEMA = 1
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("first", metavar="A", help="a checkpoint, or a save directory (follows 'latest'); a path or a URL")
-    parser.add_argument(
-        "second", metavar="B", help="another one; if another framework wrote it, it is read under the names of the first"
-    )
-    parser.add_argument(
-        "--dialect",
-        default="",
-        metavar="FAMILY",
-        help="family of the model, if neither checkpoint tells it, or file of a dialect",
-    )
-    parser.add_argument("--all", action="store_true", help="also list equal tensors")
-    parser.add_argument("--json", action="store_true", help="the result as one JSON document")
-
-
 def run(args: argparse.Namespace, out: Output) -> int:
     """Compare and print. Return 0 if all tensors are equal, 1 if some differ."""
     first, second = (in_memory(Checkpoint.open(locate_checkpoint(each))) for each in (args.first, args.second))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from unickpt.base.errors import ConfigError, MismatchError, UnickptError
 from unickpt.checkpoint.checkpoint_folder import read_manifest
@@ -17,16 +19,11 @@ from unickpt.checkpoint.storage.open import open_storage
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import is_file, locate_checkpoint
 from unickpt.cli.output import Output, human_bytes, progress_bar
-from unickpt.transform.convert.pipeline import Source, convert
+from unickpt.transform.convert.pipeline import Converted, Source, convert
 from unickpt.transform.edit.table import Table, table_of
 from unickpt.transform.edit.write import source_of
 
-
-def configure_writing(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that ``edit`` and ``average`` have in common."""
-    parser.add_argument("--dry-run", action="store_true", help="print the tensors of the result; write nothing")
-    parser.add_argument("--no-verify", action="store_true", help="do not check the sources against their checksums first")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="number of files at a time (default: 2)")
+JSON_SCHEMA = 1
 
 
 def check_destination(directory: str) -> Path:
@@ -50,13 +47,46 @@ def opened(directory: str) -> Table:
     return table_of(Checkpoint.open(locate_checkpoint(directory)))
 
 
-def operate(table: Table, sources: Sequence[str], steps: Sequence[object], args: argparse.Namespace, out: Output) -> int:
+@dataclass(frozen=True, slots=True)
+class Operated:
+    """What a command has made, or why it has made nothing.
+
+    Attributes:
+        table: the result of all steps.
+        problems: damage of the sources.
+        made: what was written; None with damage and after a dry run.
+    """
+
+    table: Table
+    problems: tuple[str, ...] = ()
+    made: Converted | None = None
+
+    @property
+    def code(self) -> int:
+        """The exit code."""
+        return DAMAGED if self.problems else SOUND
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the members of the JSON document that all these commands have."""
+        tensors = [
+            {"name": entry.info.name, "state": entry.info.state, "dtype": entry.info.dtype, "shape": list(entry.info.shape)}
+            for entry in self.table.tensors()
+        ]
+        return {
+            "schema": JSON_SCHEMA, "ok": not self.problems, "problems": list(self.problems), "done": self.table.done,
+            "left_out": self.table.left_out, "tensors": tensors, "written": None if self.made is None else asdict(self.made),
+        }  # fmt: skip
+
+
+def operate(table: Table, sources: Sequence[str], steps: Sequence[object], args: argparse.Namespace, out: Output) -> Operated:
     """Show the plan, verify the sources, and write the checkpoint.
 
     Args:
         table: the result of all steps.
         sources: directories of the checkpoints that are read.
         steps: the steps, in their order.
+        args: of the command.
+        out: for lines.
     """
     directory = Path(args.destination)
     source = source_of(table, steps)
@@ -73,26 +103,27 @@ def operate(table: Table, sources: Sequence[str], steps: Sequence[object], args:
         out.line(f"left out: {line}")
     if args.dry_run:
         out.line(f"{directory}: {len(table.entries):,} tensors; dry run, nothing was written", style="bold")
-        return SOUND
+        return Operated(table)
     read = [] if args.no_verify else [open_storage(locate_checkpoint(each)) for each in sources]
-    if not all([sound(storage, read_manifest(storage), out) for storage in read]):
-        return DAMAGED
+    problems = [problem for storage in read for problem in damage(storage, read_manifest(storage), out)]
+    if problems:
+        return Operated(table, tuple(problems))
     try:
-        write("write", source, directory, args, out)
+        return Operated(table, made=write("write", source, directory, args, out))
     except BrokenPipeError:  # of the standard output, after the write
         raise
     except OSError as err:
         raise UnickptError(f"could not write {directory} from {', '.join(sources)}: {err}") from err
-    return SOUND
 
 
-def write(what: str, source: Source, directory: Path, args: argparse.Namespace, out: Output, kind: str = "") -> None:
+def write(what: str, source: Source, directory: Path, args: argparse.Namespace, out: Output, kind: str = "") -> Converted:
     """Write a checkpoint, with ``what`` beside the progress bar, and say what was written. Raises OSError, UnickptError."""
     with progress_bar(what, source.size_bytes) as advance:
         made = convert(source, directory, workers=max(args.workers, 1), progress=advance)
     kept = f", {made.kept} of them written by an earlier run" if made.kept else ""
     size = f"{made.tensors:,} tensors, {human_bytes(made.size_bytes)}, in {counted_files(made.files)}"
     out.line(f"{directory}: {kind}{size}{kept}", style="bold green")
+    return made
 
 
 def counted_files(count: int) -> str:
@@ -100,10 +131,10 @@ def counted_files(count: int) -> str:
     return f"{count} file{'s' * (count != 1)}"
 
 
-def sound(storage: Storage, manifest: Manifest, out: Output) -> bool:
-    """Check a checkpoint against its checksums, print the problems, and return whether there are none."""
+def damage(storage: Storage, manifest: Manifest, out: Output) -> list[str]:
+    """Check a checkpoint against its checksums, print the problems and return them."""
     with progress_bar("verify", sum(record.size_bytes for record in manifest.files)) as advance:
         problems = verify_files(storage, manifest, progress=advance).problems
     for problem in problems:
         out.line(problem, style="red")
-    return not problems
+    return list(problems)

@@ -34,13 +34,6 @@ _EXAMPLES = {
 }
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("name", metavar="NAME", nargs="?", help="example to print; default: list all")
-    parser.add_argument("--to", metavar="DIR", type=Path, help="write the example into this folder; no file is replaced")
-    parser.epilog = "example: unickpt example zero2.json --to ."
-
-
 def run(args: argparse.Namespace, out: Output) -> int:
     """List the examples, print one, or write one.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,81 +14,24 @@ from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.storage.base import is_url
-from unickpt.cli.edit_common import counted_files, sound
+from unickpt.cli.edit_common import counted_files, damage
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import locate_checkpoint
 from unickpt.cli.output import Output, human_bytes, progress_bar
+from unickpt.cli.parsers.export import DCP, DTYPES, FSDP, HF, TORCH_DIST, UNIVERSAL, VLLM
 from unickpt.transform.convert.deepspeed import universal_writer
+from unickpt.transform.convert.exported import Exported
 from unickpt.transform.convert.huggingface.files import CONFIG, configuration
 from unickpt.transform.convert.huggingface.vllm import export_vllm
-from unickpt.transform.convert.huggingface.writer import as_huggingface, check_no_model, export
+from unickpt.transform.convert.huggingface.writer import ExportedModel, as_huggingface, check_no_model, export
 from unickpt.transform.convert.megatron import dist_writer
 from unickpt.transform.convert.megatron.fsdp_writer import export_fsdp
 from unickpt.transform.convert.torch_dcp import writer
 from unickpt.transform.quantise.encoding import CastEncoding
 
-HF, VLLM, UNIVERSAL, DCP, TORCH_DIST, FSDP = "hf", "vllm", "deepspeed-universal", "dcp", "torch-dist", "fsdp-dtensor"
+JSON_SCHEMA = 1
 FOLDERS = (HF, VLLM)  # folders of a model
 MEGATRON = (TORCH_DIST, FSDP)
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument(
-        "directory",
-        metavar="DIR",
-        help="a checkpoint, a save directory (follows 'latest'), or checkpoint-500 of a Trainer run; a path or a URL",
-    )
-    parser.add_argument("output", metavar="FOLDER", type=_folder, help="output directory")
-    parser.add_argument(
-        "--to",
-        choices=(HF, VLLM, UNIVERSAL, DCP, TORCH_DIST, FSDP),
-        default=HF,
-        help="hf (default): weights as safetensors, for from_pretrained of transformers. vllm: the same for vLLM, rounded to "
-        "--bits. deepspeed-universal: masters and "
-        'optimizer states, for DeepSpeed with "checkpoint": {"load_universal": true}. dcp: weights and optimizer states under '
-        "their own names, for torch.distributed.checkpoint. torch-dist: the same for Megatron with --ckpt-format torch_dist, "
-        "under any parallel shape. fsdp-dtensor: the same for Megatron with --use-megatron-fsdp",
-    )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of a model of the same kind: gives the configuration; --to hf and vllm copy config.json and the tokenizer "
-        "from it (default: the folder of the checkpoint or the one above, as in a Trainer run)",
-    )
-    parser.add_argument("--with-code", action="store_true", help="copy *.py from --config, too (custom code of a model)")
-    parser.add_argument(
-        "--dialect", default="", metavar="FAMILY", help="family of the model, if nothing else tells it, or file of a dialect"
-    )
-    parser.add_argument(
-        "--bits",
-        default="",
-        metavar="4|8|16|PLAN.json",
-        help="with vllm: bits of the weights of Linear modules, rounded to nearest in groups of 128. 4/32: in groups of 32. "
-        "8/channel: one scale for each row. A file: the plan of 'unickpt plan bits' (default: 16)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=tuple(DTYPES),
-        help="dtype of all floating point weights (default: as stored; with vllm: bfloat16 for a model in float32)",
-    )
-    parser.add_argument(
-        "--shard-gigabytes", type=float, default=5.0, metavar="N", help="maximum size of a file, in GB (default: 5)"
-    )
-    parser.add_argument(
-        "--tag", default="", help="with deepspeed-universal: tag to write (default: global_step<step>_universal)"
-    )
-    parser.add_argument(
-        "--expert-parallel",
-        choices=("yes", "no"),
-        help="with torch-dist, for a model with experts: whether the jobs that load it have --expert-model-parallel-size above "
-        "1, where experts have an optimizer of their own (default: as in the job that saved it)",
-    )
-    parser.add_argument(
-        "--no-verify", action="store_true", help="do not check the checkpoint against its checksums before the export"
-    )
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -101,28 +45,43 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.to != DCP:
         under_names = dist_writer.as_megatron if args.to in MEGATRON else as_huggingface
         checkpoint = under_names(checkpoint, chosen=args.dialect, config=settings_of(config))
+    lines = Output.for_lines(out, as_json=args.json)
     if checkpoint.unread:
-        out.line(f"left out, because no model reads them: {some(checkpoint.unread)}")
-    if not args.no_verify and not sound(checkpoint.storage, checkpoint.manifest, out):
-        return DAMAGED
+        lines.line(f"left out, because no model reads them: {some(checkpoint.unread)}")
+    problems = [] if args.no_verify else damage(checkpoint.storage, checkpoint.manifest, lines)
+    made = None if problems else _exported(checkpoint, args, config)
+    if made is not None:
+        _tell(made, args, config, lines)
+    if args.json:
+        out.json(_document(made, args, checkpoint, problems))
+    return DAMAGED if problems else SOUND
+
+
+def _exported(checkpoint: Checkpoint, args: argparse.Namespace, config: Path | None) -> Exported:
+    """Write the export.
+
+    Raises:
+        UnickptError: the output cannot be written.
+    """
     try:
         if args.to == UNIVERSAL:
-            _universal(checkpoint, args, out)
-        elif args.to == DCP:
-            _dcp(checkpoint, args, out)
-        elif args.to in MEGATRON:
-            _megatron(checkpoint, args, out)
-        else:
-            _huggingface(checkpoint, args, config, out)
+            with progress_bar("export", universal_writer.size_bytes(checkpoint)) as advance:
+                return universal_writer.export(checkpoint, args.output, tag=args.tag, progress=advance)
+        if args.to == DCP:
+            total = sum(info.size_bytes for info in checkpoint.index.tensors)
+            with progress_bar("export", total) as advance:
+                return writer.export_dcp(checkpoint, args.output, shard_bytes=_shard_bytes(args), progress=advance)
+        return _megatron(checkpoint, args) if args.to in MEGATRON else _huggingface(checkpoint, args, config)
     except OSError as err:
         raise UnickptError(f"{args.output}: cannot be written ({err})") from err
-    return SOUND
 
 
-def _folder(text: str) -> Path:
-    if is_url(text):
-        raise argparse.ArgumentTypeError(f"{text}: the output must be a local directory; upload it afterwards")
-    return Path(text)
+def _document(
+    made: Exported | None, args: argparse.Namespace, checkpoint: Checkpoint, problems: Sequence[str]
+) -> dict[str, Any]:
+    written = {} if made is None else {**asdict(made), "folder": str(made.folder)}
+    head = {"schema": JSON_SCHEMA, "ok": not problems, "to": args.to, "problems": list(problems)}
+    return {**head, "left_out": list(checkpoint.unread), **written}
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -148,56 +107,41 @@ def _check_options(args: argparse.Namespace) -> None:
             raise ConfigError(text)
 
 
-def _universal(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -> None:
-    with progress_bar("export", universal_writer.size_bytes(checkpoint)) as advance:
-        made = universal_writer.export(checkpoint, args.output, tag=args.tag, progress=advance)
-    out.line(
-        f"{made.folder}: masters and states of {made.tensors:,} parameters, {human_bytes(made.size_bytes)}",
-        style="bold green",
-    )
-    for note in made.notes:
-        out.line(note)
+def _shard_bytes(args: argparse.Namespace) -> int:
+    return int(args.shard_gigabytes * 1e9)
 
 
-def _dcp(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -> None:
-    total = sum(info.size_bytes for info in checkpoint.index.tensors)
-    with progress_bar("export", total) as advance:
-        made = writer.export_dcp(checkpoint, args.output, shard_bytes=int(args.shard_gigabytes * 1e9), progress=advance)
-    _summary(made.files, made.tensors, made.size_bytes, args, out)
-
-
-def _megatron(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -> None:
-    shard_bytes = int(args.shard_gigabytes * 1e9)
+def _megatron(checkpoint: Checkpoint, args: argparse.Namespace) -> Exported:
     with progress_bar("export", dist_writer.size_bytes(checkpoint)) as advance:
         if args.to == FSDP:
-            made = export_fsdp(checkpoint, args.output, shard_bytes=shard_bytes, progress=advance)
-        else:
-            separate = None if args.expert_parallel is None else args.expert_parallel == "yes"
-            made = dist_writer.export(
-                checkpoint, args.output, separate_experts=separate, shard_bytes=shard_bytes, progress=advance
-            )
-    out.line(f"{made.folder}: {made.tensors:,} tensors, {human_bytes(made.size_bytes)}", style="bold green")
-    for note in made.notes:
-        out.line(note)
+            return export_fsdp(checkpoint, args.output, shard_bytes=_shard_bytes(args), progress=advance)
+        separate = None if args.expert_parallel is None else args.expert_parallel == "yes"
+        return dist_writer.export(
+            checkpoint, args.output, separate_experts=separate, shard_bytes=_shard_bytes(args), progress=advance
+        )
 
 
-def _summary(names: Sequence[str], tensors: int, size_bytes: int, args: argparse.Namespace, out: Output) -> None:
-    size = f"{tensors:,} tensors, {human_bytes(size_bytes)}, in {counted_files(len(names))}"
-    out.line(f"{args.output}: {size}", style="bold green")
-
-
-def _huggingface(checkpoint: Checkpoint, args: argparse.Namespace, config: Path | None, out: Output) -> None:
+def _huggingface(checkpoint: Checkpoint, args: argparse.Namespace, config: Path | None) -> Exported:
     dtype = torch_dtype(DTYPES[args.dtype]) if args.dtype else None
     total = sum(info.size_bytes for info in checkpoint.index.tensors if info.state == "weight")
-    common = {"config_from": config, "with_code": args.with_code, "shard_bytes": int(args.shard_gigabytes * 1e9)}
+    common: dict[str, Any] = {"config_from": config, "with_code": args.with_code, "shard_bytes": _shard_bytes(args)}
     with progress_bar("export", total) as advance:
         if args.to == VLLM:
-            made = export_vllm(checkpoint, args.output, bits=args.bits or "16", dtype=dtype, progress=advance, **common)
-        else:
-            made = export(checkpoint, args.output, encoding=CastEncoding(dtype), progress=advance, **common)
-    _summary(made.files, made.tensors, made.size_bytes, args, out)
+            return export_vllm(checkpoint, args.output, bits=args.bits or "16", dtype=dtype, progress=advance, **common)
+        return export(checkpoint, args.output, encoding=CastEncoding(dtype), progress=advance, **common)
+
+
+def _tell(made: Exported, args: argparse.Namespace, config: Path | None, out: Output) -> None:
+    held = f"masters and states of {made.tensors:,} parameters" if args.to == UNIVERSAL else f"{made.tensors:,} tensors"
+    files = f", in {counted_files(len(made.files))}" if made.files else ""
+    out.line(f"{made.folder}: {held}, {human_bytes(made.size_bytes)}{files}", style="bold green")
     for note in made.notes:
         out.line(note)
+    if isinstance(made, ExportedModel):
+        _tell_model(made, args, config, out)
+
+
+def _tell_model(made: ExportedModel, args: argparse.Namespace, config: Path | None, out: Output) -> None:
     if made.tied:
         out.line(f"tied, left to transformers: {some(made.tied)}")
     if made.copied:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
 import json
 from pathlib import Path
 
 from unickpt.base.errors import ConfigError
-from unickpt.cli.edit_common import check_destination, configure_writing, opened, operate
+from unickpt.cli.edit_common import check_destination, opened, operate
 from unickpt.cli.exit_codes import SOUND, UNUSABLE
 from unickpt.cli.output import Output
 from unickpt.transform.convert.huggingface.files import configuration
@@ -22,40 +21,6 @@ from unickpt.transform.grow.step import Grow
 from unickpt.transform.grow.upcycle import Upcycle
 
 JSON_SCHEMA = 1
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    configure_model(parser)
-    parser.add_argument(
-        "--set", dest="changes", metavar="SIZE=N", nargs="+", action="extend", required=True,
-        help="new sizes by keys of config.json: hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, "
-        "intermediate_size, moe_intermediate_size",
-    )  # fmt: skip
-    parser.add_argument(
-        "--place", metavar="N,N,...", help="number in the new model of every old layer (default: at equal distances)"
-    )
-    parser.add_argument(
-        "--zero-second-moments", action="store_true", help="fill second moments with zeros instead of their mean, to compare"
-    )
-    parser.add_argument(
-        "--schedule", type=int, default=0, metavar="STEPS",
-        help="write schedule.json: a learning-rate schedule for a model that would take this number of steps from scratch",
-    )  # fmt: skip
-    configure_writing(parser)
-
-
-def configure_model(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that ``grow`` and ``upcycle`` have in common."""
-    parser.add_argument(
-        "source", metavar="SRC", help="a checkpoint, a save directory (follows 'latest'), or a folder of transformers weights"
-    )
-    parser.add_argument("destination", metavar="DST", help="output directory; gets a checkpoint and the new config.json")
-    parser.add_argument(
-        "--config", metavar="FOLDER", help="folder with the config.json of SRC (default: SRC, or the folder above it)"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of free elements (default: 0)")
-    parser.add_argument("--json", action="store_true", help="the result as one JSON document")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -94,17 +59,17 @@ def run_step(step: Grow | Upcycle, files: OpenFiles, args: argparse.Namespace, o
         refused = [dataclasses.asdict(each) for each in err.refusals]
         out.json({"schema": JSON_SCHEMA, "refused": refused, "message": str(err)})
         return UNUSABLE, table
-    lines = Output(io.StringIO()) if args.json else out
-    code = operate(table, [] if is_model(args.source) else [args.source], [step], args, lines)
-    if code == SOUND and not args.dry_run:
+    lines = Output.for_lines(out, as_json=args.json)
+    found = operate(table, [] if is_model(args.source) else [args.source], [step], args, lines)
+    if found.made is not None:
         if folder is not None:
             lines.line(f"{write_configuration(config, folder, Path(args.destination))}: the new configuration")
         else:
             lines.line("no config.json was found: --config FOLDER gives that of the source; the new one is needed to train")
     if args.json:
         done = {"done": table.done, "left_out": table.left_out, "config": config, "written": not args.dry_run}
-        out.json({"schema": JSON_SCHEMA, "ok": code == SOUND, **done})
-    return code, table
+        out.json({"schema": JSON_SCHEMA, "ok": not found.problems, **done})
+    return found.code, table
 
 
 def change(text: str) -> tuple[str, int]:

@@ -1,6 +1,6 @@
-"""``unickpt hooks status``: list the hooks in the installed frameworks and whether they apply.
+"""``unickpt hooks status``: whether unickpt acts in the installed frameworks, and with ``--all`` the table of hooks.
 
-This is the only command that imports the frameworks.
+The answer comes from the source files of the frameworks. The table needs their import; no other command imports them.
 """
 
 from __future__ import annotations
@@ -17,30 +17,15 @@ from typing import Any
 from unickpt.base import hooks
 from unickpt.base.autoload import DEEPSPEED, MEGATRON
 from unickpt.base.hooks import Hook, HookStatus
+from unickpt.cli.doctor import declared, facts, findings, text
+from unickpt.cli.doctor.declared import Role
+from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
 
 JSON_SCHEMA = 1
 ADAPTERS = ("ds_unickpt", "megatron_unickpt")
 FALLBACKS = "ds_unickpt.framework.fallbacks"
 
-# work that extensions do: the module that knows whether one is there, what it does, and what it means if it is not
-_IN_C = {
-    "recording": (
-        "unickpt.diagnosis.recording.fast_path",
-        "timing records calls in",
-        "the extension is not installed, a record takes some microseconds",
-    ),
-    "copying": (
-        "unickpt.checkpoint.format.casts",
-        "saves copy in",
-        "the extension is not installed, asynchronous saves stop training longer",
-    ),
-    "reading": (
-        "unickpt.checkpoint.load.checked_read",
-        "loads read in",
-        "no extension for this processor is installed, loads from memory take longer",
-    ),
-}
 _MARKDOWN_BEGINNING = """\
 <!-- Generated, do not edit: unickpt hooks status --markdown > docs/developing/hooks.md -->
 # Hooks
@@ -67,47 +52,44 @@ class _Adapter:
     reason: str
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
-    status = actions.add_parser(
-        "status", help="the table of hooks", description="Import the installed frameworks and show the hooks."
-    )
-    form = status.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="the table as one JSON document")
-    form.add_argument("--markdown", action="store_true", help="what the hooks are, as docs/developing/hooks.md holds it")
-    form.add_argument("--fallbacks", action="store_true", help="what DeepSpeed saves by itself, as the guide for it holds it")
-
-
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Print the table. The exit code is 0 also if hooks are refused, because that is a state and not an error."""
+    """Answer, or print the table. The exit code is 0 also if hooks are refused: that is a state and not an error."""
     if args.markdown:
         out.text(_markdown([hook for adapter in ADAPTERS for hook in _declared(adapter)]))
-        return 0
-    if args.fallbacks:
+    elif args.fallbacks:
         out.text(
             "\n".join(["| the job uses | why |", "|---|---|", *(f"| {r['feature']} | {r['why']} |" for r in _fallbacks())])
         )
-        return 0
-    adapters = [_import("ds_unickpt", "deepspeed", DEEPSPEED), _import("megatron_unickpt", "megatron", MEGATRON)]
-    known = [_usable(status, adapters) for status in hooks.status()]
-    found = sorted([*known, *_not_installed(known, adapters)], key=lambda status: status.hook.name)
-    if args.json:
-        documents = {"adapters": [asdict(adapter) for adapter in adapters], "hooks": [_document(status) for status in found]}
-        fallbacks = _fallbacks() if adapters[0].state == "imported" else []
-        languages = {name: _language(module) for name, (module, _, _) in _IN_C.items()}
-        out.json({"schema": JSON_SCHEMA, **documents, "fallbacks": fallbacks, **languages})
+    elif args.declared:
+        records = [declared.as_json(hook, role) for adapter in ADAPTERS for hook, role in _roles(adapter)]
+        out.json(sorted(records, key=lambda record: str(record["name"])))
+    elif args.all or args.json:
+        _table(facts.acting(), args, out)
     else:
-        _show(out, adapters, found)
-        if adapters[0].state == "imported":
-            cells = [[row["feature"], row["why"]] for row in _fallbacks()]
-            out.table(f"jobs that DeepSpeed saves by itself ({len(cells)})", ["the job uses", "why"], cells)
-    return 0
+        for line in text.acting_lines(facts.acting()):
+            out.line(line)
+        out.line("'unickpt hooks status --all' imports the frameworks and lists every hook, 'unickpt doctor' looks further")
+    return SOUND
 
 
-def _language(module: str) -> str:
-    """Return the language of work that an extension does if it is installed. Imports torch."""
-    return "C" if import_module(module).available() else "Python"
+def _table(known: facts.Acting, args: argparse.Namespace, out: Output) -> None:
+    """Import the frameworks, and show every hook."""
+    adapters = [_import("ds_unickpt", "deepspeed", DEEPSPEED), _import("megatron_unickpt", "megatron", MEGATRON)]
+    usable = [_usable(status, adapters) for status in hooks.status()]
+    found = sorted([*usable, *_not_installed(usable, adapters)], key=lambda status: status.hook.name)
+    fallbacks = _fallbacks() if adapters[0].state == "imported" else []
+    answer = findings.answer(known)
+    if args.json:
+        acts = {"acts": answer.acts, "answer": answer.text}
+        documents = {"adapters": [asdict(adapter) for adapter in adapters], "hooks": [_document(status) for status in found]}
+        languages = {each.does: "C" if each.installed else "Python" for each in known.extensions}
+        out.json({"schema": JSON_SCHEMA, **acts, **documents, "fallbacks": fallbacks, **languages})
+        return
+    out.line(answer.text)
+    _show(out, adapters, found, text.extensions_line(known))
+    if fallbacks:
+        cells = [[row["feature"], row["why"]] for row in fallbacks]
+        out.table(f"jobs that DeepSpeed saves by itself ({len(cells)})", ["the job uses", "why"], cells)
 
 
 def _fallbacks() -> list[dict[str, str]]:
@@ -181,6 +163,16 @@ def _declared(adapter: str) -> list[Hook]:
     return [*declared, *import_module(f"{adapter}.measuring.timing").all_timing_hooks()]
 
 
+def _roles(adapter: str) -> list[tuple[Hook, Role]]:
+    """Return the hooks that an adapter declares, each with what a job loses without it."""
+    declarations = import_module(f"{adapter}.hooks")
+    timed: list[Hook] = import_module(f"{adapter}.measuring.timing").all_timing_hooks()
+    roles: dict[str, Role] = {hook.name: Role.BESIDE for hook in declarations.DECLARED}
+    roles |= {hook.name: Role.NEEDED for hook in declarations.NEEDED}
+    roles |= {hook.name: Role.OPTION for hook in (*declarations.OPTIONAL, *timed)}
+    return [(hook, roles[hook.name]) for hook in _declared(adapter)]
+
+
 def _exists(module: str) -> bool:
     """Whether a framework has this module (a release may lack one; megatron-core's wheel has no training scripts)."""
     try:
@@ -209,14 +201,12 @@ def _document(status: HookStatus) -> dict[str, Any]:
     }
 
 
-def _show(out: Output, adapters: list[_Adapter], found: list[HookStatus]) -> None:
+def _show(out: Output, adapters: list[_Adapter], found: list[HookStatus], extensions: str) -> None:
     for adapter in adapters:
         version = f" {adapter.framework_version}" if adapter.framework_version else ""
         reason = f": {adapter.reason}" if adapter.reason else ""
         out.line(f"{adapter.framework}{version} ({adapter.adapter}): {adapter.state}{reason}")
-    for module, what, slower in _IN_C.values():
-        language = _language(module)
-        out.line(f"{what} {language}" + (f": {slower}" if language != "C" else ""))
+    out.line(extensions)
     rows = [
         [s.hook.name, _target(s), str(s.hook.versions), s.fingerprint or "-", s.state + (f": {s.reason}" if s.reason else "")]
         for s in found

@@ -8,14 +8,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from unickpt.base.errors import ConfigError
 from unickpt.base.logs import printable
 from unickpt.base.private_files import SHARED_MEMORY
 from unickpt.checkpoint.memory.contact import GenerationRow, MemoryJob, age_s, as_json, jobs, look
 from unickpt.checkpoint.memory.generations import folder_of
-from unickpt.cli.arguments import add_memory_folder
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output, human_bytes
 from unickpt.steering.state.hosts import host_rows, table
@@ -23,28 +21,6 @@ from unickpt.steering.wire import asking
 from unickpt.steering.wire.codec import secret_key
 
 JSON_SCHEMA = 1
-PARK, ADMIT = "park", "admit"
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument(
-        "action",
-        nargs="?",
-        choices=(PARK, ADMIT),
-        help="park: the host is out until it is admitted; admit: it may take part again (default: show all hosts)",
-    )
-    parser.add_argument("host", metavar="HOST", nargs="?", help="name of the host, as in the table")
-    parser.add_argument(
-        "--rdzv-endpoint",
-        metavar="HOST:PORT",
-        default="",
-        help="as given to torchrun, or the address of any agent (default: the agent on this host)",
-    )
-    parser.add_argument("--rdzv-id", metavar="ID", default="", help="as given to torchrun; needed with --rdzv-endpoint")
-    parser.add_argument("--secret-file", metavar="FILE", type=Path, help="as given to torchrun by --rdzv-conf secret_file=FILE")
-    add_memory_folder(parser)
-    parser.add_argument("--json", action="store_true", help="the hosts, or the order, as one JSON document")
 
 
 def contact(args: argparse.Namespace) -> asking.Contact:

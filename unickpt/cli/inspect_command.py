@@ -18,34 +18,15 @@ from unickpt.checkpoint.memory.contact import named as generation_named
 from unickpt.checkpoint.storage.base import Storage
 from unickpt.checkpoint.storage.open import open_storage
 from unickpt.cli import inspect_rounded, summary
-from unickpt.cli.arguments import add_memory_folder
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import locate
 from unickpt.cli.output import Output, human_bytes
+from unickpt.cli.parsers.inspect import SHOWN_PARAMETERS
 from unickpt.cli.rendering import render, render_settings
 
 JSON_SCHEMA = 1
-_SHOWN_PARAMETERS = 40
 _SHOWN_CHARACTERS = 100
 _SHOWN_NAMES = 20
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument(
-        "directory",
-        metavar="DIR",
-        help="a checkpoint, a save directory (follows 'latest'), or the output directory of a Trainer run; a path or a URL. "
-        "A checkpoint in memory: memory://TOKEN/gNUMBER as in the log and in 'unickpt hosts', or its folder in /dev/shm; "
-        "without gNUMBER the newest that can be loaded. Or a model folder with rounded weights ('export --to vllm')",
-    )
-    add_memory_folder(parser)
-    parser.add_argument("--all", action="store_true", help=f"list all parameters, not only the first {_SHOWN_PARAMETERS}")
-    parser.add_argument("--grep", metavar="REGEX", help="only parameters whose name contains a match")
-    parser.add_argument("--objects", action="store_true", help="show the non-tensor state in full")
-    parser.add_argument("--tensor", metavar="NAME", help="show the fragments of one tensor instead")
-    parser.add_argument("--state", metavar="STATE", help="with --tensor: one state of it (weight, master, exp_avg, ...)")
-    parser.add_argument("--json", action="store_true", help="everything as one JSON document")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -224,7 +205,7 @@ def _derived(derived_from: str | None) -> str:
 
 
 def _show_parameters(out: Output, found: tuple[summary.ParameterSummary, ...], *, show_all: bool) -> None:
-    shown = found if show_all else found[:_SHOWN_PARAMETERS]
+    shown = found if show_all else found[:SHOWN_PARAMETERS]
     rows = [
         [p.name, list(p.states[0].shape), p.states[0].dtype, ", ".join(s.state for s in p.states), _count(p)] for p in shown
     ]

@@ -18,16 +18,6 @@ from unickpt.cli.output import Output, one_line
 JSON_SCHEMA = 1
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument(
-        "directory",
-        metavar="DIR",
-        help="a save directory, the output directory of a Trainer run (checkpoint-*), or a checkpoint; a path or a URL",
-    )
-    parser.add_argument("--json", action="store_true", help="path, checkpoint and step as one JSON document")
-
-
 def run(args: argparse.Namespace, out: Output) -> int:
     """Print the path. Return 0 if there is one, 1 if none is complete or unickpt wrote none, 3 if there is no checkpoint.
 

@@ -16,6 +16,7 @@ from importlib import import_module
 
 from unickpt.base.errors import UnickptError
 from unickpt.cli.exit_codes import INTERRUPTED, SOUND, UNUSABLE
+from unickpt.cli.parsers.common import add_command
 
 _NOTHING_DONE = "nothing was changed; run the same command again"
 _GOES_ON = "the files written so far are kept; run the same command again to continue. DST is not a checkpoint yet"
@@ -24,9 +25,9 @@ _REPEAT = "the output is not complete; run the same command again"
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """A subcommand: its module has ``configure(parser)`` and ``run(args, out) -> exit code``.
+    """A subcommand: its module has ``run(args, out) -> exit code``, the one of its arguments ``configure(parser)``.
 
-    Only the module of the called command is imported, so that ``--help`` need not wait for torch.
+    Only those of the called command are imported, and ``run`` when its arguments are parsed: ``--help`` waits for no torch.
 
     Attributes:
         name: of the command.
@@ -42,6 +43,11 @@ class _Command:
     def module(self) -> str:
         """Name of its module."""
         return f"unickpt.cli.{self.name}_command"
+
+    @property
+    def arguments(self) -> str:
+        """Name of the module with its arguments."""
+        return f"unickpt.cli.parsers.{self.name}"
 
 
 COMMANDS = (
@@ -71,6 +77,7 @@ COMMANDS = (
     _Command("whatif", "price every rank, link, stage and cause of a slow step by a replay"),
     _Command("plan", "plan the next run: parallel layout, pipeline stages, order of hosts"),
     _Command("hosts", "show, park or admit the hosts of a job of torchrun --rdzv-backend unickpt"),
+    _Command("doctor", "say whether unickpt acts here, in what, and what to do; text to paste into an issue"),
     _Command("hooks", "show the hooks in the installed frameworks"),
     _Command("example", "print or write the configurations, launch files and scripts of the guides"),
     _Command("completion", "print a script that completes commands in bash, zsh or fish"),
@@ -98,9 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parse(arguments, called)
         from unickpt.cli.output import Output, one_line
 
+        run = import_module(next(command.module for command in COMMANDS if command.name == called)).run
         out = Output(sys.stdout)
     try:
-        code: int = args.run(args, out)
+        code: int = run(args, out)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # `unickpt inspect ... | head`
@@ -152,13 +160,7 @@ def _parse(arguments: list[str], called: str | None) -> argparse.Namespace:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
-        subparser = commands.add_parser(
-            command.name, help=command.help, description=f"{command.help[:1].upper()}{command.help[1:]}."
-        )
-        if command.name == called:
-            module = import_module(command.module)
-            module.configure(subparser)
-            subparser.set_defaults(run=module.run)
+        add_command(commands, command.name, command.help, command.arguments if command.name == called else "")
     empty = [at for at, word in enumerate(arguments) if not word and not arguments[at - 1].startswith("-")]
     if empty:  # an unset variable in a script, which a path would read as the current directory
         parser.error(f"argument {empty[0]} is empty")

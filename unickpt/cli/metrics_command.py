@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+from dataclasses import asdict
 
 from unickpt.base.memory_status import read_status
-from unickpt.cli.arguments import add_deadline, add_folders
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
 from unickpt.diagnosis.reports.host_folders import read_hosts
 from unickpt.diagnosis.reports.metrics import exposition, measurements, of_memory, write_scalars
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    add_folders(parser)
-    add_deadline(parser)
-    parser.add_argument(
-        "--tensorboard", type=Path, metavar="LOGDIR", help="write TensorBoard scalars to this directory instead of printing"
-    )
+JSON_SCHEMA = 1
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -28,7 +20,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
     verdicts = [verdict for verdict, _ in hosts.judged(after_s=args.after)]
     memory = next((found for found in map(read_status, args.directories) if found is not None), None)
     measured = [*measurements(hosts.jobs, verdicts, hosts.clock_offsets_ns), *of_memory(memory)]
-    if args.tensorboard is None:
+    if args.json:
+        out.json({"schema": JSON_SCHEMA, "measurements": [asdict(each) for each in measured]})
+    elif args.tensorboard is None:
         out.text(exposition(measured).rstrip("\n"))
     else:
         out.line(f"{args.tensorboard}: {write_scalars(measured, args.tensorboard):,} scalars")

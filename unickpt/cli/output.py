@@ -5,6 +5,7 @@ Names in a checkpoint are untrusted, so characters that control a terminal or br
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,11 @@ class Output:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._console = Console(file=stream, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    @classmethod
+    def for_lines(cls, out: Output, *, as_json: bool) -> Output:
+        """Return where a command prints its lines: ``out``, or nowhere if it prints a JSON document instead."""
+        return cls(io.StringIO()) if as_json else out
 
     def line(self, text: str = "", *, style: str = "") -> None:
         """One line; ``style`` is used on a terminal only."""

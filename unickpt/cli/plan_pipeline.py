@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from unickpt.base.errors import ConfigError
-from unickpt.cli.arguments import positive
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output, human_ms
 from unickpt.cli.plan_command import JSON_SCHEMA, unmet
@@ -23,43 +20,6 @@ from unickpt.planning.plan.records import Recorded, recorded
 from unickpt.planning.plan.sources import read_layers
 from unickpt.planning.replay.programs import PipelineSchedule, step_time
 from unickpt.planning.replay.sources import read_trace
-
-BYTES_PER_PARAMETER = 18.0  # bf16 weight, fp32 gradient, fp32 weight and two moments
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument(
-        "layers", metavar="DIR-or-FILE", type=Path, nargs="+",
-        help="folders with the ring files of a job, one per host, in which timing.layers_every has left times of layers; or a "
-        "JSON file with these times",
-    )  # fmt: skip
-    parser.add_argument("--stages", type=int, default=0, metavar="N", help="number of stages (default: one for each --device)")
-    parser.add_argument(
-        "--microbatches", type=positive, default=0, metavar="N", help="microbatches of a step (default: four for each stage)"
-    )
-    parser.add_argument(
-        "--device", type=_device, action="append", default=[], metavar="NAME=SPEED,GB",
-        help="device of the next stage: its speed as a multiple of the measured one, and its memory; once for each stage, or "
-        "once for all with --stages",
-    )  # fmt: skip
-    parser.add_argument("--reorder", action="store_true", help="put unlike devices into the best order")
-    parser.add_argument(
-        "--bytes-per-parameter", type=float, default=BYTES_PER_PARAMETER, metavar="N",
-        help="memory of a parameter with its gradient and optimizer states, on one rank (default: 18)",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="the plan as one JSON document")
-
-
-def _device(text: str) -> Device:
-    found = re.fullmatch(r"([\w.-]+)=([\d.]+)(?:,([\d.]+))?", text)
-    try:
-        speed, memory = (float(found[2]), float(found[3] or "inf")) if found else (0.0, 0.0)
-    except ValueError:
-        speed = memory = 0.0
-    if found is None or not speed > 0 or not memory > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=SPEED,GB with positive numbers, such as a100=1,80")
-    return Device(found[1], speed, memory * 1e9)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -81,7 +41,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _devices(args: argparse.Namespace) -> list[Device]:
-    given: list[Device] = args.device
+    given = [Device(*each) for each in args.device]
     if not args.stages:
         if not given:
             raise ConfigError("name the number of stages with --stages, or each device with --device")

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from unickpt.cli.arguments import steps
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
 from unickpt.cli.plan_command import JSON_SCHEMA
 from unickpt.planning.plan.ranks import host_order, hostfile, plan_order, rankfile, rendezvous_order
 from unickpt.planning.replay.sources import read_trace
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("places", metavar="DIR", nargs="+", help="folders with the ring files of a job, one per host")
-    parser.add_argument("--steps", type=steps, metavar="A:B", help="first and last step (default: the newest 20 steps)")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--hostfile", action="store_true", help="print only a host file, for DeepSpeed's launcher and MPI")
-    form.add_argument("--rankfile", action="store_true", help="print only a rank file, for Open MPI")
-    form.add_argument("--json", action="store_true", help="the plan as one JSON document")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from unickpt.base.errors import FormatError
 from unickpt.base.memory_status import read_status
-from unickpt.cli.arguments import add_deadline
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output, human_bytes
 from unickpt.diagnosis.reports.host_folders import read_hosts
@@ -19,18 +18,7 @@ from unickpt.steering.publishing.chronicle import is_history, read_history
 from unickpt.steering.state.history import merged
 from unickpt.steering.state.timeline import JobTimes, as_json, job_times
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument(
-        "directories", metavar="DIR", type=Path, nargs="+",
-        help="folders with the ring files of the job, one per host, and folders with its history (torchrun's agents log them)",
-    )  # fmt: skip
-    add_deadline(parser)
-    parser.add_argument(
-        "--prices", action="store_true", help="add what each rank, link, stage and cause costs of a step (unickpt whatif)"
-    )
-    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="default: report.html")
+JSON_SCHEMA = 1
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -50,6 +38,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
         except FormatError as err:
             problems.append(f"no prices: {err}")
     write_report(contents(view, verdicts, None if times is None else as_json(times), section, prices), args.output)
+    if args.json:
+        told = [{**verdict.as_json(), **text.as_json()} for verdict, text in verdicts]
+        file = {"output": str(args.output), "size_bytes": args.output.stat().st_size}
+        read = {"ranks": len(view.ranks), "world": view.world, "problems": [*view.unreadable, *problems]}
+        out.json({"schema": JSON_SCHEMA, **file, **read, "verdicts": told, "times": None if times is None else as_json(times)})
+        return SOUND
     for problem in [*view.unreadable, *problems]:
         out.line(problem, style="yellow")
     for _, text in verdicts:

@@ -17,14 +17,6 @@ from unickpt.cli.output import Output, human_bytes, progress_bar
 JSON_SCHEMA = 1
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument(
-        "directory", metavar="DIR", help="a checkpoint, or a save directory (follows 'latest'); a path or a URL"
-    )
-    parser.add_argument("--json", action="store_true", help="the result as one JSON document")
-
-
 def run(args: argparse.Namespace, out: Output) -> int:
     """Verify and print. Return 0 if the checkpoint is sound, 1 if it is damaged."""
     directory = locate_checkpoint(args.directory)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import subprocess
 import time
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from unickpt.base.io_times import IoTime
+from unickpt.base.logs import logger
 from unickpt.base.memory_status import MemoryStatus, write_status
 from unickpt.base.options.job import TimingOptions
 from unickpt.base.private_files import SHARED_MEMORY, file_name, make_named_folder
@@ -38,8 +38,6 @@ from unickpt.diagnosis.recording.records import Phase
 from unickpt.diagnosis.recording.ring import SUFFIX, Identity, RingWriter
 from unickpt.diagnosis.recording.ring_folder import SessionNote, remove_old, shared_folder, start_of_workers, write_note
 from unickpt.diagnosis.recording.ring_room import RoomRequest, TimingOffError, agreed_records
-
-logger = logging.getLogger("unickpt")
 
 _KEPT_S = 7 * 24 * 3600.0
 _UNNAMED = {"undefined": "", "default_pg": "default"}  # torch's names of unnamed groups

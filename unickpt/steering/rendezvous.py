@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import shutil
 import socket
@@ -34,7 +33,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from unickpt.base.errors import ConfigError
 from unickpt.base.left_workers import AGENT, LeftWorker, WorkerRecord, digest_of, end_all, left_behind
-from unickpt.base.logs import make_visible, printable
+from unickpt.base.logs import logger, make_visible, printable
 from unickpt.base.options.steering import SteeringOptions, from_rendezvous
 from unickpt.base.private_files import SHARED_MEMORY
 from unickpt.base.round_folder import RINGS, ROUND, RUN_ID
@@ -70,8 +69,6 @@ from unickpt.steering.wire.addresses import is_loopback
 from unickpt.steering.wire.asking import Contact, publish
 from unickpt.steering.wire.codec import join_address, secret_key, split_address, split_endpoint
 from unickpt.steering.wire.round_store import RoundStore, answer
-
-logger = logging.getLogger("unickpt")
 
 BACKEND = "unickpt"
 PORT = 29400  # torch's default

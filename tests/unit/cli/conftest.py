@@ -50,8 +50,8 @@ def run_json(run: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def hooks_in_a_process() -> tuple[str, str, str]:
-    """Output of ``hooks status`` with ``--json``, ``--markdown`` and ``--fallbacks``, in a process with DeepSpeed."""
+def hooks_in_a_process() -> tuple[str, ...]:
+    """Output of ``hooks status`` with ``--json``, ``--markdown``, ``--fallbacks`` and ``--declared``, with DeepSpeed."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("needs DeepSpeed")
     program = (
@@ -61,9 +61,10 @@ def hooks_in_a_process() -> tuple[str, str, str]:
         "assert main(['hooks', 'status', '--markdown']) == 0\n"
         "print('=====')\n"
         "assert main(['hooks', 'status', '--fallbacks']) == 0\n"
+        "print('=====')\n"
+        "assert main(['hooks', 'status', '--declared']) == 0\n"
     )
-    document, markdown, fallbacks = python("-c", program).stdout.split("=====\n")
-    return document, markdown, fallbacks
+    return tuple(python("-c", program).stdout.split("=====\n"))
 
 
 @pytest.fixture

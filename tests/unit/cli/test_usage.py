@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import handmade
+from tests.support.cli import python
 from unickpt.base.errors import StorageError
 from unickpt.checkpoint.storage.posix import PosixStorage
 from unickpt.cli import main as main_module
 from unickpt.cli.main import main
+from unickpt.cli.parsers.plan import PLANS
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
@@ -78,12 +81,39 @@ def test_an_error_of_the_system_is_one_line(command: str, run: Any) -> None:
     assert err.count("\n") == 1
 
 
-def test_every_command_is_a_module_that_can_be_configured(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in main_module.COMMANDS:
-        with pytest.raises(SystemExit) as caught:
-            main([command.name, "--help"])
-        assert caught.value.code == 0
-        assert f"{command.help[:1].upper()}{command.help[1:]}." in " ".join(capsys.readouterr().out.split())
+HELPED = [*([command.name] for command in main_module.COMMANDS), *(["plan", name] for name in PLANS), ["hooks", "status"]]
+
+
+@pytest.mark.parametrize("words", HELPED, ids=" ".join)
+def test_help_of_every_command_says_what_it_does_with_an_example_that_can_be_parsed(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*words, "--help"])
+    assert caught.value.code == 0
+    helps = {command.name: command.help for command in main_module.COMMANDS} | PLANS
+    said = capsys.readouterr().out
+    about = helps.get(words[-1], "")
+    assert f"{about[:1].upper()}{about[1:]}" in " ".join(said.split())
+    example = shlex.split(said.partition("example:\n")[2].splitlines()[0].partition(" > ")[0])
+    assert example[: len(words) + 1] == ["unickpt", *words]
+    args = main_module._parse(example[1:], words[0])
+    assert args is not None
+
+
+def test_help_of_every_command_imports_the_standard_library_alone() -> None:
+    """Importing torch takes seconds."""
+    program = (
+        "import contextlib, io, sys\n"
+        "before = set(sys.modules)\n"
+        "from unickpt.cli.main import main\n"
+        f"for words in {HELPED!r}:\n"
+        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        "        main([*words, '--help'])\n"
+        "names = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(sorted(names - sys.stdlib_module_names))\n"
+    )
+    assert python("-c", program).stdout == "['unickpt']\n"
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch-dist", "fsdp-dtensor", "deepspeed-universal"])

@@ -7,7 +7,6 @@ Ranks can share memory if they see the same ``/dev/shm``: the same kernel and th
 from __future__ import annotations
 
 import contextlib
-import logging
 import mmap
 import os
 import shutil
@@ -23,12 +22,12 @@ import numpy as np
 
 from unickpt.base.arrays import Ints
 from unickpt.base.errors import HostPeerFailedError, StorageError
+from unickpt.base.logs import logger
 from unickpt.base.private_files import SHARED_MEMORY, check_folder, create, make_folder, no_room, own_folders
 from unickpt.base.process_identity import boot_id
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 
-logger = logging.getLogger("unickpt")
 T = TypeVar("T")
 
 _PREFIX = "unickpt-load-"

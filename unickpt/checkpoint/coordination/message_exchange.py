@@ -7,7 +7,6 @@ from any thread and cannot interfere with the collectives of training. A message
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +14,7 @@ from typing import Any, Protocol
 
 from unickpt.base.errors import CoordinationError
 from unickpt.base.listing import some
-
-logger = logging.getLogger("unickpt")
+from unickpt.base.logs import logger
 
 Message = dict[str, Any]  # JSON-able
 

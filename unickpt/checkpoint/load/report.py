@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -10,9 +11,11 @@ from typing import Any, Literal
 
 from unickpt.base.errors import MismatchError
 from unickpt.base.io_times import IoTime, of_load
+from unickpt.base.logs import logger
 from unickpt.checkpoint.load.reader import ReadStats
 
 Outcome = Literal["restored", "cast", "set", "re-seeded", "recreated", "on other ranks", "left out"]
+_CLEAN: tuple[Outcome, ...] = ("restored", "cast", "recreated", "on other ranks")
 OUTCOMES: tuple[Outcome, ...] = ("restored", "cast", "set", "re-seeded", "recreated", "on other ranks", "left out")
 
 
@@ -104,23 +107,34 @@ class LoadReport:
 
     def lines(self, *, most: int = 12) -> list[str]:
         """Return the report as lines for a log: a heading, one line per state, one line per reason, at most so many reasons."""
-        out = [f"resumed {self.source} into {self.target}"]
-        out += [f"skipped {line}" for line in self.skipped]
-        out += [f"  note of the saving job: {note}" for note in self.notes]
+        return [text for text, _ in self.told(most=most)]
+
+    def told(self, *, most: int = 12) -> list[tuple[str, bool]]:
+        """Return ``lines``, each with whether an operator needs it. Of a clean load that is the heading alone.
+
+        Clean is what leaves the state of the job as it was saved: tensors that are restored, cast, or recreated.
+        """
+        out = [(f"resumed {self.source} into {self.target}", True)]
+        out += [(f"skipped {line}", True) for line in self.skipped]
+        out += [(f"  note of the saving job: {note}", True) for note in self.notes]
         for state, outcomes in self._by_state().items():
             parts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items() if count)
-            out.append(f"  {state}: {parts}")
+            out.append((f"  {state}: {parts}", False))
         reasons = Counter((e.outcome, e.reason) for e in self.entries if e.reason and e.outcome != "restored")
         for (outcome, reason), count in reasons.most_common(most):
             names = [e.name for e in self.entries if (e.outcome, e.reason) == (outcome, reason)][:3]
             more = f" and {count - len(names)} more" if count > len(names) else ""
-            out.append(f"  {outcome}: {', '.join(names)}{more}: {reason}")
+            out.append((f"  {outcome}: {', '.join(names)}{more}: {reason}", outcome not in _CLEAN))
         if len(reasons) > most:
-            out.append(f"  and {len(reasons) - most} more reasons, in the report object")
-        out.append(
-            f"  {self.bytes_read:,} bytes read on this rank in {self.read_seconds:.2f} s; the load took {self.seconds:.2f} s"
-        )
-        return out
+            changed = any(outcome not in _CLEAN for outcome, _ in reasons)
+            out.append((f"  and {len(reasons) - most} more reasons, in the report object", changed))
+        times = f"in {self.read_seconds:.2f} s; the load took {self.seconds:.2f} s"
+        return [*out, (f"  {self.bytes_read:,} bytes read on this rank {times}", False)]
+
+    def log(self) -> None:
+        """Log the report: what an operator needs as ``INFO``, the rest as ``DEBUG``."""
+        for text, needed in self.told():
+            logger.log(logging.INFO if needed else logging.DEBUG, "unickpt: %s", text)
 
     def _by_state(self) -> dict[str, Counter[str]]:
         order = {"weight": 0, "master": 1, "object": 9}

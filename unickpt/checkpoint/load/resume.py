@@ -7,13 +7,13 @@ Either all ranks raise, or all ranks fall back to the same older checkpoint. No 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from unickpt.base.errors import CorruptCheckpointError, HostPeerFailedError, MismatchError, UnickptError
 from unickpt.base.listing import some
+from unickpt.base.logs import logger
 from unickpt.checkpoint.checkpoint_folder import complete_checkpoints
 from unickpt.checkpoint.coordination import host_peers as host_peers_module
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
@@ -22,8 +22,6 @@ from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.fence import take_on_resume
 from unickpt.checkpoint.load.checkpoint import Planned
 from unickpt.checkpoint.load.failure import error_of, failure_of, is_damage
-
-logger = logging.getLogger("unickpt")
 
 T = TypeVar("T")
 Opener = Callable[[], HostPeers]

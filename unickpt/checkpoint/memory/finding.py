@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from unickpt.base.errors import FormatError, StorageError, UnickptError
+from unickpt.base.logs import logger
 from unickpt.base.private_files import open_regular
 from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
@@ -20,8 +20,6 @@ from unickpt.checkpoint.memory.host_folder import HostFolder, parse_about
 from unickpt.checkpoint.memory.hosts import JobHosts
 from unickpt.checkpoint.memory.peer_storage import PeerStorage
 from unickpt.checkpoint.storage.posix import PosixStorage
-
-logger = logging.getLogger("unickpt")
 
 _ABOUT_BYTES, _PART_BYTES = 1 << 16, 8 << 20
 

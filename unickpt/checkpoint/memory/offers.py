@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
+from unickpt.base.logs import logger
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.resume import Offer
 from unickpt.checkpoint.memory.tier import MemoryLoad, MemoryTier, choose
 from unickpt.checkpoint.storage.base import join
-
-logger = logging.getLogger("unickpt")
 
 
 class MemoryOffers:

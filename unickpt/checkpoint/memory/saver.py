@@ -8,7 +8,6 @@ The commit record of a generation lies on the host of rank 0 and, with copies, o
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import sys
 import time
@@ -16,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from unickpt.base.errors import CoordinationError, StorageError, UnickptError
+from unickpt.base.logs import logger
 from unickpt.base.memory_status import HostUsage, MemoryStatus
 from unickpt.base.options.job import MemoryOptions
 from unickpt.checkpoint.checkpoint_folder import read_manifest
@@ -35,8 +35,6 @@ from unickpt.checkpoint.save.shards import Contribution
 from unickpt.checkpoint.save.task import SaveTask
 from unickpt.checkpoint.save.upload import UploadRequest
 from unickpt.checkpoint.storage.base import Storage, split
-
-logger = logging.getLogger("unickpt")
 
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.002, 0.5
 _POLL_SHARE = 0.02  # of the time that a copy has taken: it is found complete that much later at most

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unickpt.base.errors import UnickptError
+from unickpt.base.logs import logger
 from unickpt.base.memory_status import MemoryStatus
 from unickpt.base.options.job import MemoryOptions
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
@@ -21,8 +22,6 @@ from unickpt.checkpoint.memory.peer_storage import PeerStorage
 from unickpt.checkpoint.memory.saver import MemorySaver
 from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveRequest
 from unickpt.checkpoint.storage.base import absolute
-
-logger = logging.getLogger("unickpt")
 
 
 @dataclass

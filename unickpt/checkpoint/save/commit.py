@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fnmatch
-import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from unickpt.base.errors import NotACheckpointError, OtherModelError, StorageError, UncertainCommitError, UnickptError
+from unickpt.base.logs import logger
 from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.coordination.owners import Claim
 from unickpt.checkpoint.format import index_codec, rank_rows
@@ -26,8 +26,6 @@ from unickpt.checkpoint.format.layout import DATA_FOLDER, ROWS_FOLDER, RankFiles
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE, FileRecord, Manifest
 from unickpt.checkpoint.save.shards import Prepared
 from unickpt.checkpoint.storage.base import Storage, is_url
-
-logger = logging.getLogger("unickpt")
 
 _READERS = 8
 _SLOW_SECONDS = 0.002  # a file that takes longer to read is on storage with latency

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from typing import Any
 
 import torch
 
-logger = logging.getLogger("unickpt")
+from unickpt.base.logs import logger
 
 SUPPORTED = torch.version.cuda is not None  # not seen with ROCm, whose tensors are "cuda" tensors too
 _THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from unickpt.base.garbage import collection_paused
+from unickpt.base.logs import logger
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.format.layout import RankFiles
@@ -21,8 +21,6 @@ from unickpt.checkpoint.save.shards import Prepared, Shard, prepare, resolve_con
 from unickpt.checkpoint.save.staging import BufferPool, StagingBuffer
 from unickpt.checkpoint.storage.base import Storage
 from unickpt.checkpoint.storage.direct_io import BLOCK_BYTES
-
-logger = logging.getLogger("unickpt")
 
 
 @dataclass

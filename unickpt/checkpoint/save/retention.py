@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import logging
 import os
 import shutil
 import time
@@ -16,14 +15,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from unickpt.base.errors import FormatError, UnickptError
+from unickpt.base.logs import logger
 from unickpt.checkpoint.checkpoint_folder import iteration_name, latest_tag, manifests_in, tracked_iteration
 from unickpt.checkpoint.coordination.owners import Origin
 from unickpt.checkpoint.format.layout import DATA_FOLDER, LOCK_FILE, MARK_FILE, ROWS_FOLDER
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.storage.base import Storage
 from unickpt.checkpoint.storage.open import open_storage
-
-logger = logging.getLogger("unickpt")
 
 README_FILE = "README-unickpt.txt"  # written by the DeepSpeed adapter
 ABANDONED_S = 3600.0  # a save without a write for this time is considered dead

@@ -20,6 +20,7 @@ from functools import partial
 from unickpt.base.errors import CoordinationError, UnickptError
 from unickpt.base.garbage import collection_paused
 from unickpt.base.launcher_watch import end_with_launcher
+from unickpt.base.logs import logger
 from unickpt.base.round_folder import note_saver
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
@@ -37,8 +38,6 @@ from unickpt.checkpoint.save.task import SaveTask
 from unickpt.checkpoint.save.upload import PendingUpload, Uploader, UploadRequest
 from unickpt.checkpoint.storage.base import Storage, split
 from unickpt.checkpoint.storage.open import open_storage
-
-logger = logging.getLogger("unickpt")
 
 _PIECE_S = 0.25  # of a wait that may become pointless
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from unickpt.base.logs import logger
 from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.boxes import Box, cut, split_flat_range
 from unickpt.checkpoint.format.casts import cast_flags
@@ -16,8 +16,6 @@ from unickpt.checkpoint.format.dtypes import itemsize_bytes, name_of
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.layout import SHARED_PREFIX, SHARED_TENSORS_PREFIX
 from unickpt.checkpoint.format.manifest import OptimizerRecord, Writer
-
-logger = logging.getLogger("unickpt")
 
 FRAGMENT_BYTES = 16 << 20  # smaller fragments would give a job of thousands of ranks millions of rows
 _LARGEST_ITEM = 16  # bytes; no dtype has more

@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import logging
 import os
 import signal
 import socket
@@ -24,10 +23,9 @@ import weakref
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from unickpt.base.logs import logger
 from unickpt.checkpoint.save.requests import PendingSave, SaveOptions
 from unickpt.checkpoint.save.upload import PendingUpload
-
-logger = logging.getLogger("unickpt")
 
 WRITING_S = 600.0  # limit for the writing of this rank at a normal exit; a longer write means that the storage hangs
 

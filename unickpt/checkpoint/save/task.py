@@ -6,7 +6,6 @@ It runs in the training thread or in a thread of its own, with the same steps.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Protocol
 
 from unickpt.base.errors import CoordinationError, UncertainCommitError, UnickptError
 from unickpt.base.io_times import IoPhase, IoTime
+from unickpt.base.logs import logger
 from unickpt.base.round_folder import note_commit
 from unickpt.checkpoint.coordination.failure import Failure
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
@@ -31,8 +31,6 @@ from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveReque
 from unickpt.checkpoint.save.shards import Prepared
 from unickpt.checkpoint.save.upload import PendingUpload, UploadRequest, tags_of
 from unickpt.checkpoint.storage.base import Storage
-
-logger = logging.getLogger("unickpt")
 
 _REMOVAL_S = 2.0  # limit for the removal of files at the end of a process; the storage may hang
 

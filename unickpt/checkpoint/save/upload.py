@@ -10,7 +10,6 @@ name nor retention can change what is sent.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections import deque
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from unickpt.base.errors import CoordinationError, CorruptCheckpointError, StorageError, UncertainCommitError
+from unickpt.base.logs import logger
 from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.coordination.failure import Failure, sentence
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
@@ -32,8 +32,6 @@ from unickpt.checkpoint.save.data_file import Pace
 from unickpt.checkpoint.save.failure import save_failure
 from unickpt.checkpoint.storage.base import Reader, Storage, join, split
 from unickpt.checkpoint.storage.open import open_storage
-
-logger = logging.getLogger("unickpt")
 
 _CHUNK_BYTES = 8 << 20
 

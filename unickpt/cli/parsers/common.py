@@ -1,16 +1,37 @@
-"""Arguments that several commands have, and their types."""
+"""Arguments that several commands have, their types, and what ``--help`` of every command has."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import shutil
+import textwrap
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from unickpt.base.private_files import SHARED_MEMORY
 
 T = TypeVar("T")
+
+
+def add_command(commands: argparse._SubParsersAction[Any], name: str, help_text: str, arguments: str = "") -> None:
+    """Declare a subcommand.
+
+    Args:
+        commands: where it is declared.
+        name, help_text: of the command.
+        arguments: module with its ``configure(parser)`` and its ``EXAMPLE``; '' for a command that is not called.
+    """
+    parser = commands.add_parser(name, help=help_text)
+    if arguments:
+        module = import_module(arguments)
+        about = f"{help_text[:1].upper()}{help_text[1:]}."
+        parser.description = textwrap.fill(about, max(shutil.get_terminal_size().columns - 2, 20))
+        parser.epilog = f"example:\n  {module.EXAMPLE}"
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter  # it would break a command at its hyphens
+        module.configure(parser)
 
 
 def written_as(pattern: str, otherwise: str, value: Callable[[str], T | None]) -> Callable[[str], T]:
@@ -68,3 +89,15 @@ def add_memory_folder(parser: argparse.ArgumentParser) -> None:
         default=SHARED_MEMORY,
         help="directory in memory that holds checkpoints, as the option memory.folder (default: /dev/shm)",
     )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Declare that the result can be printed for programs, ``args.json``. Progress stays on standard error."""
+    parser.add_argument("--json", action="store_true", help="the result as one JSON document")
+
+
+def add_writing(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that ``edit`` and ``average`` have in common."""
+    parser.add_argument("--dry-run", action="store_true", help="print the tensors of the result; write nothing")
+    parser.add_argument("--no-verify", action="store_true", help="do not check the sources against their checksums first")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="number of files at a time (default: 2)")

@@ -9,7 +9,6 @@ Training processes import this module, so it imports nothing heavy.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import secrets
@@ -21,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from unickpt.base import isolated_process
+from unickpt.base.logs import logger
 from unickpt.base.private_files import TOKEN, read_text, replacing
 from unickpt.diagnosis.recording.ring_folder import start_of_workers
-
-logger = logging.getLogger("unickpt")
 
 ADDRESS = "agent"  # in the folder of the rings: where the job's first agent listens, for its owner alone to read
 LONGEST_ADDRESS = 1024

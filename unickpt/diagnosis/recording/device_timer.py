@@ -26,17 +26,15 @@ unread, and ``flight_recorder`` shows where the rank waits.
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from unickpt.base.logs import logger
 from unickpt.diagnosis.recording.device_clock import RENEWED_NS, DeviceClock
 from unickpt.diagnosis.recording.device_events import EventSource, TimedEvent
-
-logger = logging.getLogger("unickpt")
 
 MOST_EVENTS = 4096  # of a device, about 4 KB of memory each at most; calls beyond are recorded without times
 READ_AT_A_CALL, READ_AT_A_STEP = 4, 1024

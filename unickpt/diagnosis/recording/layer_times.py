@@ -17,7 +17,6 @@ calls), ``recent_s`` (forward and backward, medians of the calls in the ``RECENT
 from __future__ import annotations
 
 import json
-import logging
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 
+from unickpt.base.logs import logger
 from unickpt.base.module_hooks import ModuleHook
 from unickpt.base.private_files import replacing
 
@@ -35,8 +35,6 @@ SCHEMA = 1
 WARM_UP = 2  # first steps of a process, which are not sampled
 RECENT = 3  # sampled steps that show the time of today; so many steps are sampled at the beginning
 MOST_CALLS = 512  # newest calls of each layer that count
-
-logger = logging.getLogger("unickpt")
 
 
 @dataclass(frozen=True, slots=True)

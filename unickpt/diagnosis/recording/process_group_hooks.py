@@ -15,7 +15,6 @@ The end of a call is recorded when the caller waits for it, or by a thread that 
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -25,12 +24,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as _functional_collectives
 from torch.nn.parallel import DistributedDataParallel
 
+from unickpt.base.logs import logger
 from unickpt.diagnosis.recording.fast_path import method, wait_method
 from unickpt.diagnosis.recording.native_ops import NativeOps, elements_of, first_of
 from unickpt.diagnosis.recording.recorder import DTYPE_CODES, CallRecorder, Handle
 from unickpt.diagnosis.recording.records import Flag, Op
-
-logger = logging.getLogger("unickpt")
 
 _ProcessGroup: Any = dist.ProcessGroup
 _Work: Any = dist.Work

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import struct
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from unickpt.base.io_times import IoTime
+from unickpt.base.logs import logger
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.diagnosis.recording import flight_recorder
 from unickpt.diagnosis.recording.device_events import EventSource
@@ -23,8 +23,6 @@ from unickpt.diagnosis.recording.fast_path import state_of
 from unickpt.diagnosis.recording.rank_ranges import progressions
 from unickpt.diagnosis.recording.records import DTYPES, END_OFFSET, RECORD, Flag, Op, Phase
 from unickpt.diagnosis.recording.ring import CLOSED, RAISED, RingWriter
-
-logger = logging.getLogger("unickpt")
 
 _now = time.monotonic_ns
 _in_backward = torch._C._current_graph_task_id  # -1 outside of autograd's own threads and calls

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from unickpt.base.logs import printable
+from unickpt.base.logs import logger, printable
 from unickpt.steering.agent.local_copy import LocalCopy
 from unickpt.steering.links import link_check
 from unickpt.steering.policy.reports import report_from_json
@@ -16,8 +15,6 @@ from unickpt.steering.state import orders
 from unickpt.steering.state.membership import PERSON, Event, Joined, Left, Lost, Membership, Ordered
 from unickpt.steering.wire.codec import SteeringError, state_as_json
 from unickpt.steering.wire.probing import Probe, Proof
-
-logger = logging.getLogger("unickpt")
 
 POLL_S = 0.25  # that the leader keeps a report without news
 PER_HOST_S = 0.001  # added to it for each host, so that one leader serves thousands

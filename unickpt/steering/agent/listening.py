@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
 import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from unickpt.base.logs import printable
+from unickpt.base.logs import logger, printable
 from unickpt.steering.links.link_speed import LIMIT_S, TransferServer
 from unickpt.steering.state.membership import Event, Joined
 from unickpt.steering.wire.addresses import listening_socket
 from unickpt.steering.wire.codec import SteeringError, accept, event_from_json
-
-logger = logging.getLogger("unickpt")
 
 MOST_CONNECTIONS = 4096
 _IDLE_S = 30.0

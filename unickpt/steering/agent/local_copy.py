@@ -5,13 +5,12 @@ Thread-safe.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
 from collections.abc import Iterable
 
-from unickpt.base.logs import printable
+from unickpt.base.logs import logger, printable
 from unickpt.steering.policy.decisions import Decisions
 from unickpt.steering.policy.reports import HubReport
 from unickpt.steering.publishing.chronicle import Chronicle
@@ -19,8 +18,6 @@ from unickpt.steering.state.link_verdicts import LinkFinding, Pair
 from unickpt.steering.state.membership import Event, Joined, Membership
 from unickpt.steering.state.transitions import transition
 from unickpt.steering.wire.codec import SteeringError
-
-logger = logging.getLogger("unickpt")
 
 WARN_S = 60.0
 

@@ -7,14 +7,13 @@ delays it.
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from unickpt.base.logs import printable
+from unickpt.base.logs import logger, printable
 from unickpt.steering.agent.answers import POLL_S, Answers
 from unickpt.steering.agent.listening import Listener
 from unickpt.steering.agent.local_copy import LocalCopy
@@ -30,8 +29,6 @@ from unickpt.steering.wire.addresses import LOOPBACKS, any_address, await_name, 
 from unickpt.steering.wire.codec import Frames, SteeringError, dial, event_as_json, join_address, split_address, state_from_json
 from unickpt.steering.wire.last_members import file_of, forget, recall, remember
 from unickpt.steering.wire.probing import DIAL_S, Probe, Proof
-
-logger = logging.getLogger("unickpt")
 
 TICK_S = 0.1
 RETRY_S = 0.3

@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import hmac
 import json
-import logging
 import os
 import secrets
 import shutil
@@ -20,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from unickpt.base.logs import printable
+from unickpt.base.logs import logger, printable
 from unickpt.base.private_files import SHARED_MEMORY
 from unickpt.base.round_folder import RINGS, RINGS_JOB, read_commits, remove_note
 from unickpt.diagnosis.agent.launch import run_isolated
@@ -29,8 +28,6 @@ from unickpt.steering.host.watcher import Assignment, end_line
 from unickpt.steering.policy.reports import HubReport, report_from_json
 from unickpt.steering.wire.addresses import LOOPBACKS, is_loopback, listening_socket, loopback_of
 from unickpt.steering.wire.codec import SteeringError, join_address
-
-logger = logging.getLogger("unickpt")
 
 MODULE = "unickpt.steering.host.watcher"
 LONGEST_REPORT = 4 << 20  # bytes

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import subprocess
 import threading
 import time
 from collections.abc import Callable
 
-from unickpt.base.logs import printable
+from unickpt.base.logs import logger, printable
 from unickpt.diagnosis.agent.launch import run_isolated
 from unickpt.steering.links.link_speed import measure
 from unickpt.steering.links.self_measure import DEVICES
 from unickpt.steering.state.membership import Host, JobPhase, Measured, Membership, natural
 from unickpt.steering.state.scores import Score, best, failure, score_from
 from unickpt.steering.wire.codec import SteeringError
-
-logger = logging.getLogger("unickpt")
 
 MODULE = "unickpt.steering.links.self_measure"
 LIMIT_S = 60.0  # of the process; a GPU needs seconds for its first use

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from unickpt.base.logs import printable
+from unickpt.base.logs import logger, printable
 from unickpt.base.private_files import append, file_name, make_named_folder, open_regular
 from unickpt.diagnosis.recording.ring_folder import fresh_folder
 from unickpt.steering.policy.reports import HubReport
 from unickpt.steering.state.history import LONGEST_LINE, HistoryEntry, Kind, entries, entry_of, line_of
 from unickpt.steering.state.membership import JobPhase, Membership
 from unickpt.steering.wire.outbox import Outbox
-
-logger = logging.getLogger("unickpt")
 
 SUFFIX = ".history.jsonl"
 ALIVE_S = 60.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import socket
 import threading
@@ -11,15 +10,13 @@ from collections.abc import Callable
 
 from unickpt.base.errors import ConfigError
 from unickpt.base.limited_http import ConnectionLimits, LimitedHandler, LimitedServer, listening_at
-from unickpt.base.logs import printable
+from unickpt.base.logs import logger, printable
 from unickpt.base.options.steering import SteeringOptions
 from unickpt.base.private_files import SHARED_MEMORY
 from unickpt.diagnosis.reports.metrics import exposition
 from unickpt.steering.publishing.chronicle import Chronicle, HistoryFile, Take
 from unickpt.steering.publishing.metrics import HELP, steering_measurements
 from unickpt.steering.publishing.webhook import Webhook, checked_url
-
-logger = logging.getLogger("unickpt")
 
 
 class Observers:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from unickpt.base.logs import printable
-
-logger = logging.getLogger("unickpt")
+from unickpt.base.logs import logger, printable
 
 LOOPBACKS = ("127.0.0.1", "::1")
 SAY_S, AGAIN_S, LOOK_S = 5.0, 60.0, 1.0  # after which a slow name server is named, a warning is repeated, and a name is tried

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from unickpt.base.logs import printable
-
-logger = logging.getLogger("unickpt")
+from unickpt.base.logs import logger, printable
 
 T = TypeVar("T")
 MOST = 1000

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-logger = logging.getLogger("unickpt")
+from unickpt.base.logs import logger
+
 ROLE, RANKS = "torchelastic/role_info/", "torchelastic/assigned_ranks/"  # keys of ``_assign_worker_ranks``
 PAUSE_S = 0.02
 GRACE_S = 1.0  # for the answer of a store whose round is over

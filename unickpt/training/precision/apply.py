@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unickpt.base.logs import logger
 from unickpt.diagnosis.recording.layer_times import device_name, devices_of
 from unickpt.training.precision.policy import LOW, Policy
 from unickpt.training.precision.regions import AUTOCAST, CAST, compute_in
 
 _SHOWN = 5  # names in a message
-
-logger = logging.getLogger("unickpt")
 
 
 @dataclass(frozen=True, slots=True)

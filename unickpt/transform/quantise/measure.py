@@ -26,10 +26,8 @@ from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.transform.quantise.modules import Unit
 from unickpt.transform.quantise.rounding import restored, rounded
-from unickpt.transform.quantise.scheme import Scheme
+from unickpt.transform.quantise.scheme import SECOND_MOMENT, VARIANCE, WEIGHT_ERROR, Scheme
 
-SECOND_MOMENT, WEIGHT_ERROR, VARIANCE = "second-moment", "weight-error", "variance"
-INDICATORS = (SECOND_MOMENT, WEIGHT_ERROR, VARIANCE)
 MOMENT = "exp_avg_sq"
 BLOCK_ELEMENTS = 4 << 20
 
@@ -67,7 +65,7 @@ class Measurement:
     """What is measured.
 
     Attributes:
-        indicator: one of ``INDICATORS``.
+        indicator: one of ``scheme.INDICATORS``.
         schemes: schemes to try; where one does not fit the shapes of a unit, the next that does (``Scheme.fitted``).
         dtype: dtype of scales, and of 16 bits; None: as stored.
         inputs: statistics by name of the module, or empty.

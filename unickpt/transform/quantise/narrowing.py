@@ -18,7 +18,8 @@ from unickpt.base.errors import MismatchError
 from unickpt.checkpoint.format.boxes import Box, cut
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.load.checkpoint import Checkpoint
-from unickpt.transform.quantise.measure import BLOCK_ELEMENTS, MOMENT, SECOND_MOMENT, WEIGHT_ERROR
+from unickpt.transform.quantise.measure import BLOCK_ELEMENTS, MOMENT
+from unickpt.transform.quantise.scheme import SECOND_MOMENT, WEIGHT_ERROR
 
 
 @dataclass(frozen=True, slots=True)

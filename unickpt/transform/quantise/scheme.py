@@ -11,6 +11,9 @@ from unickpt.base.errors import ConfigError
 BITS = (4, 8, 16)  # what vLLM has kernels for
 GROUP = 128  # default of llm-compressor, which vLLM's kernels support
 WORD_BITS = 32  # packed values fill words of 32 bits
+CHOICES = ("4", "8", "16")  # what a plan chooses from
+SECOND_MOMENT, WEIGHT_ERROR, VARIANCE = "second-moment", "weight-error", "variance"
+INDICATORS = (SECOND_MOMENT, WEIGHT_ERROR, VARIANCE)  # of the error of a rounding: measure.py
 _TEXT = re.compile(r"(4|8)(?:/([1-9]\d*|channel))?|16")
 
 
