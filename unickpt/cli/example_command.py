@@ -20,6 +20,8 @@ _EXAMPLES = {
     "configs/deepspeed/zero3_offload.json": "DeepSpeed: ZeRO-3, parameters and optimizer in host memory",
     "configs/deepspeed/hf_zero2_auto.json": "Hugging Face Trainer: ZeRO-2, with values of Trainer's arguments",
     "configs/deepspeed/hf_zero3_auto.json": "Hugging Face Trainer: ZeRO-3, with values of Trainer's arguments",
+    "configs/deepspeed/zero2_cpu.json": "DeepSpeed without a GPU: ZeRO-2 with PyTorch's AdamW, which needs no compiler",
+    "configs/deepspeed/hf_zero2_cpu.json": "Hugging Face Trainer without a GPU: the same, with values of Trainer's arguments",
     "configs/megatron/minimal.args": "Megatron: save and load unickpt checkpoints, and nothing else",
     "configs/megatron/pretrain-distributed-optimizer.args": "Megatron: bf16, distributed optimizer, saves in the background",
     "configs/megatron/pretrain-memory.args": "Megatron: checkpoints in the memory of the hosts, and some on disk",

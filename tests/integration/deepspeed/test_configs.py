@@ -73,6 +73,12 @@ def test_every_json_but_those_for_hugging_face_is_tried() -> None:
     assert {path.stem for path in CONFIGS if not path.stem.startswith("hf_")} == set(NAMES)
 
 
+def test_the_json_of_trainer_without_a_gpu_is_the_one_that_tests_of_trainer_run() -> None:
+    from tests.jobs.hf.jobs import shipped
+
+    assert json.loads((REPO / "configs/deepspeed/hf_zero2_cpu.json").read_text()) == shipped("hf_zero2_auto")
+
+
 @pytest.mark.timeout(600)
 def test_every_json_resumes_from_every_other_one(tmp_path: Path) -> None:
     from tests.jobs.deepspeed.config_worker import NAMES

@@ -21,7 +21,7 @@ from tests.support.repository import REPO
 from tests.support.turns import in_turn
 from unickpt.testing.launch import leave
 
-NAMES = ("zero1_bf16", "zero2", "zero3", "zero3_offload")
+NAMES = ("zero1_bf16", "zero2", "zero2_cpu", "zero3", "zero3_offload")
 STATES = ("exp_avg", "exp_avg_sq")
 
 
