@@ -13,11 +13,13 @@ import torch
 from unickpt.base.errors import ConfigError, CorruptCheckpointError
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.verify import verify_files
+from unickpt.checkpoint.storage.base import is_url
 from unickpt.transform.convert.deepspeed import universal_writer
 from unickpt.transform.convert.detect import open_source
 from unickpt.transform.convert.exported import Exported
 from unickpt.transform.convert.huggingface import writer as huggingface_writer
 from unickpt.transform.convert.huggingface.files import configuration
+from unickpt.transform.convert.huggingface.model_files import configured_folder
 from unickpt.transform.convert.huggingface.vllm import export_vllm
 from unickpt.transform.convert.megatron import dist_writer
 from unickpt.transform.convert.megatron.fsdp_writer import export_fsdp
@@ -102,7 +104,7 @@ def export_checkpoint(
         to: format: ``hf`` (safetensors for transformers), ``vllm`` (the same, rounded to ``bits``), ``deepspeed-universal``,
             ``dcp`` (``torch.distributed.checkpoint``), ``torch-dist`` (Megatron) or ``fsdp-dtensor`` (Megatron FSDP).
         config: folder with the ``config.json`` of a model of the same kind. ``hf`` and ``vllm`` copy it and the tokenizer
-            files.
+            files. None: what the checkpoint keeps of its model, its folder, or the one above.
         dialect: model family, or file of a dialect, if neither checkpoint nor configuration names it.
         dtype: dtype of all floating-point weights that are not rounded, with ``hf`` and ``vllm`` only. None: as stored; with
             ``vllm``, bfloat16 for a model in float32.
@@ -132,6 +134,8 @@ def export_checkpoint(
         raise ConfigError("config and dialect have no effect with to='dcp', which keeps all names")
     folder, checkpoint = Path(output), Checkpoint.open(directory)
     if to != "dcp":
+        if config is None and not is_url(directory):
+            config = configured_folder(Path(directory))
         model: dict[str, Any] | None = None if config is None else configuration(Path(config))
         named = dist_writer.as_megatron if to in ("torch-dist", "fsdp-dtensor") else huggingface_writer.as_huggingface
         checkpoint = named(checkpoint, chosen=dialect, config=model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 from unickpt.transform.convert.pipeline import convert
 from unickpt.transform.edit.table import Table, table_of
 from unickpt.transform.edit.write import source_of
-from unickpt.transform.grow.folders import configuration_folder, is_model, open_source, write_configuration
+from unickpt.transform.grow.folders import configuration_folder, is_model, keep_configuration, open_source
 from unickpt.transform.grow.step import Grow
 from unickpt.transform.grow.upcycle import Upcycle
 
@@ -59,10 +59,11 @@ def grow_checkpoint(
 
     Args:
         source: checkpoint directory, or a folder of transformers weights.
-        directory: output directory. It gets a checkpoint and ``config.json``.
+        directory: output directory. It gets a checkpoint, and ``config.json`` and the tokenizer in its folder ``model``.
         changes: new sizes by keys of ``config.json``.
         place: number in the new model of every old layer; None: at equal distances.
-        config: folder with the ``config.json`` of the source; None: ``source``, or the folder above it.
+        config: folder with the ``config.json`` of the source; None: what
+            ``source`` keeps of its model.
         seed: seed of free elements.
         verify: check all checksums of the source first, which reads all of it.
 
@@ -93,11 +94,12 @@ def upcycle_checkpoint(
 
     Args:
         source: checkpoint directory, or a folder of transformers weights.
-        directory: output directory. It gets a checkpoint and ``config.json``.
+        directory: output directory. It gets a checkpoint, and ``config.json`` and the tokenizer in its folder ``model``.
         experts: number of experts of a layer.
         top_k: experts of a token, a multiple of ``granularity``.
         granularity: number of experts that each block is divided into.
-        config: folder with the ``config.json`` of the source; None: ``source``, or the folder above it.
+        config: folder with the ``config.json`` of the source; None: what
+            ``source`` keeps of its model.
         seed: seed of the router.
         verify: check all checksums of the source first, which reads all of it.
 
@@ -122,6 +124,7 @@ def _made(source: Folder, directory: Folder, step: Grow | Upcycle, named: Folder
 
     with OpenFiles() as files:
         table, config = step.result(open_source(os.fspath(source), files, opened))
+        table = replace(table, model_files=None)  # it gets a new configuration
         if verify and not is_model(os.fspath(source)):
             problems = verify_checkpoint(source).problems
             if problems:
@@ -129,5 +132,5 @@ def _made(source: Folder, directory: Folder, step: Grow | Upcycle, named: Folder
         made = convert(source_of(table, [step]), Path(directory))
     folder = configuration_folder(None if named is None else os.fspath(named), os.fspath(source))
     if folder is not None:
-        write_configuration(config, folder, Path(directory))
+        keep_configuration(config, folder, Path(directory))
     return GrownModel(Path(directory), config, made.size_bytes, table.done)

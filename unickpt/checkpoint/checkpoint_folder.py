@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import posixpath
+from fnmatch import fnmatchcase
 
 from unickpt.base.errors import FormatError, NotACheckpointError, StorageError, UnickptError, UnsafePathError
 from unickpt.checkpoint.format import manifest as manifest_module
+from unickpt.checkpoint.format.file_names import MODEL_FILES, MODEL_FOLDER, MODEL_TEMPLATES
 from unickpt.checkpoint.format.layout import LATEST_FILE
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, check_path
-from unickpt.checkpoint.storage.base import Storage
+from unickpt.checkpoint.storage.base import Storage, split
 from unickpt.checkpoint.storage.open import open_storage
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's scripts name it so (megatron/training/checkpointing.py)
@@ -125,3 +127,13 @@ def tracked_iteration(folder: str | os.PathLike[str]) -> int | None:
     raise FormatError(
         f"{place.where(TRACKER)} holds {text[:40]!r} instead of an iteration (was the job killed while it was written?)"
     )
+
+
+def kept_of_model(checkpoint: Storage) -> list[str]:
+    """Return the names of the files of the model that a checkpoint keeps beside its own files, such as ``model/config.json``.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    names = [name for name in checkpoint.names(MODEL_FOLDER) if any(fnmatchcase(split(name)[1], each) for each in MODEL_FILES)]
+    return [*names, *checkpoint.names(f"{MODEL_FOLDER}/{MODEL_TEMPLATES}")]

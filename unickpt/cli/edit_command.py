@@ -25,7 +25,7 @@ from unickpt.transform.edit.round_weights import RoundWeights
 from unickpt.transform.edit.select import Drop, Keep, NoOptimizer
 from unickpt.transform.edit.table import Step
 from unickpt.transform.edit.write import after
-from unickpt.transform.grow.folders import configuration_folder, write_configuration
+from unickpt.transform.grow.folders import configuration_folder, keep_configuration
 from unickpt.transform.grow.step import Grow
 from unickpt.transform.grow.upcycle import Upcycle
 
@@ -49,18 +49,19 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def _grown(steps: list[Step], used: Sequence[str], args: argparse.Namespace, out: Output) -> Operated:
     """Do steps of which some make a larger model, and write its configuration."""
-    folder = configuration_folder(args.model_config, args.source)
-    config = configuration(folder) if folder is not None else {}
     table = opened(args.source)
+    folder = configuration_folder(args.model_config, table.where)
+    config = configuration(folder) if folder is not None else {}
     for at, step in enumerate(steps):
         if isinstance(step, (Grow, Upcycle)):
             steps[at] = step = replace(step, config=config)
             table, config = step.result(table)
         else:
             table = step.apply(table)
+    table = replace(table, model_files=None)  # it gets a new configuration
     found = operate(table, used, steps, args, out)
     if found.made is not None and folder is not None:
-        write_configuration(config, folder, Path(args.destination))
+        keep_configuration(config, folder, Path(args.destination))
     return found
 
 

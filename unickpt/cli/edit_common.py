@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unickpt.base.errors import ConfigError, MismatchError, UnickptError
+from unickpt.base.listing import some
 from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.format.manifest import Manifest
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -99,7 +100,7 @@ def operate(table: Table, sources: Sequence[str], steps: Sequence[object], args:
         out.line()
     for line in table.done:
         out.line(line)
-    for line in table.left_out:
+    for line in source.left_out:
         out.line(f"left out: {line}")
     if args.dry_run:
         out.line(f"{directory}: {len(table.entries):,} tensors; dry run, nothing was written", style="bold")
@@ -123,6 +124,8 @@ def write(what: str, source: Source, directory: Path, args: argparse.Namespace, 
     kept = f", {made.kept} of them written by an earlier run" if made.kept else ""
     size = f"{made.tensors:,} tensors, {human_bytes(made.size_bytes)}, in {counted_files(made.files)}"
     out.line(f"{directory}: {kind}{size}{kept}", style="bold green")
+    if made.model_files:
+        out.line(f"kept for export and grow: {some(made.model_files)}")
     return made
 
 

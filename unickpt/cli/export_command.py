@@ -22,6 +22,7 @@ from unickpt.cli.parsers.export import DCP, DTYPES, FSDP, HF, TORCH_DIST, UNIVER
 from unickpt.transform.convert.deepspeed import universal_writer
 from unickpt.transform.convert.exported import Exported
 from unickpt.transform.convert.huggingface.files import CONFIG, configuration
+from unickpt.transform.convert.huggingface.model_files import configured_folder
 from unickpt.transform.convert.huggingface.vllm import export_vllm
 from unickpt.transform.convert.huggingface.writer import ExportedModel, as_huggingface, check_no_model, export
 from unickpt.transform.convert.megatron import dist_writer
@@ -157,16 +158,10 @@ def _tell_model(made: ExportedModel, args: argparse.Namespace, config: Path | No
 
 
 def model_folder(named: Path | None, checkpoint: str) -> Path | None:
-    """The folder of the model's configuration: what ``--config`` names, or one beside the checkpoint that has a model's.
-
-    A Trainer run has it in ``checkpoint-500``, above the checkpoint.
-    """
+    """The folder of the model's configuration: what ``--config`` names, or that of the checkpoint."""
     if named is not None:
         return named.parent if named.name == CONFIG and named.is_file() else named
-    if is_url(checkpoint):
-        return None
-    found = Path(checkpoint)
-    return next((folder for folder in (found, found.parent) if configuration(folder).get("model_type")), None)
+    return None if is_url(checkpoint) else configured_folder(Path(checkpoint))
 
 
 def settings_of(folder: Path | None) -> dict[str, Any] | None:

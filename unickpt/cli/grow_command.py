@@ -14,7 +14,7 @@ from unickpt.cli.output import Output
 from unickpt.transform.convert.huggingface.files import configuration
 from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 from unickpt.transform.edit.table import Table
-from unickpt.transform.grow.folders import configuration_folder, is_model, open_source, write_configuration
+from unickpt.transform.grow.folders import configuration_folder, is_model, keep_configuration, open_source
 from unickpt.transform.grow.refusals import NotLosslessError
 from unickpt.transform.grow.schedule import FILE, RateSchedule
 from unickpt.transform.grow.step import Grow
@@ -49,7 +49,7 @@ def run_step(step: Grow | Upcycle, files: OpenFiles, args: argparse.Namespace, o
         NotLosslessError: the step is refused, and --json is not given.
     """
     table = open_source(args.source, files, opened)
-    folder = configuration_folder(args.config, args.source)
+    folder = configuration_folder(args.config, table.where)
     step = dataclasses.replace(step, config=configuration(folder) if folder is not None else {})
     try:
         table, config = step.result(table)
@@ -60,10 +60,11 @@ def run_step(step: Grow | Upcycle, files: OpenFiles, args: argparse.Namespace, o
         out.json({"schema": JSON_SCHEMA, "refused": refused, "message": str(err)})
         return UNUSABLE, table
     lines = Output.for_lines(out, as_json=args.json)
+    table = dataclasses.replace(table, model_files=None)  # it gets a new configuration
     found = operate(table, [] if is_model(args.source) else [args.source], [step], args, lines)
     if found.made is not None:
         if folder is not None:
-            lines.line(f"{write_configuration(config, folder, Path(args.destination))}: the new configuration")
+            lines.line(f"{keep_configuration(config, folder, Path(args.destination))}: the new configuration")
         else:
             lines.line("no config.json was found: --config FOLDER gives that of the source; the new one is needed to train")
     if args.json:

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from unickpt.base.errors import ConfigError, CorruptCheckpointError
-from unickpt.checkpoint.checkpoint_folder import latest_tag, read_manifest
+from unickpt.base.listing import some
+from unickpt.checkpoint.checkpoint_folder import kept_of_model, latest_tag, read_manifest
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import Index
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE, Manifest
@@ -141,6 +142,7 @@ def _checkpoint_document(view: _View, pattern: re.Pattern[str] | None) -> dict[s
         "writer": asdict(manifest.writer),
         "total_bytes": view.total_bytes,
         "files": [asdict(record) for record in manifest.files],
+        "model_files": kept_of_model(view.storage),
         "states": [asdict(state) for state in summary.states(view.index)],
         "parameters": [asdict(parameter) for parameter in _matching(view.index, pattern)],
         "optimizer": None if manifest.optimizer is None else asdict(manifest.optimizer),
@@ -198,6 +200,9 @@ def _show_heading(out: Output, view: _View) -> None:
     )
     out.line(f"topology: {render_settings(writer.topology)}")
     out.line(f"{len(manifest.files) + 1} files, {human_bytes(view.total_bytes)}")
+    kept = kept_of_model(view.storage)
+    if kept:
+        out.line(f"of the model, without checksums: {some(kept)}")
 
 
 def _derived(derived_from: str | None) -> str:

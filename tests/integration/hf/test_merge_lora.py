@@ -126,6 +126,8 @@ def test_adapters_without_weights_use_those_of_another_checkpoint(tmp_path: Path
     assert not (tmp_path / "merged").exists()
     assert main([*arguments, "--lora-base", str(tmp_path / "converted")]) == 0
     assert_merged(Checkpoint.open(tmp_path / "merged"), model)
+    assert main(["export", str(tmp_path / "merged"), str(tmp_path / "hf")]) == 0  # with the configuration of the base
+    assert (tmp_path / "hf" / "config.json").is_file()
 
 
 def test_one_of_two_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

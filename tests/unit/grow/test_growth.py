@@ -182,7 +182,7 @@ def test_functions_and_steps_make_the_same(tmp_path: Path) -> None:
     assert (
         main(["edit", str(first.directory), str(tmp_path / "edited"), "--grow", "num_hidden_layers=3", "--no-optimizer"]) == 0
     )
-    config = json.loads((tmp_path / "edited" / "config.json").read_text())
+    config = json.loads((tmp_path / "edited" / "model" / "config.json").read_text())
     assert config == second.config
     assert (config["hidden_size"], config["num_hidden_layers"], config["head_dim"]) == (48, 3, 8)
     one, other = (Checkpoint.open(tmp_path / name) for name in ("second", "edited"))

@@ -87,7 +87,7 @@ def test_the_function_and_the_command_make_the_same(tmp_path: Path) -> None:
     made = unickpt.upcycle_checkpoint(tmp_path / "dense", tmp_path / "function", experts=4, top_k=2)
     numbers = ["--experts", "4", "--top-k", "2"]
     assert main(["upcycle", str(tmp_path / "dense"), str(tmp_path / "command"), *numbers]) == 0
-    assert made.config == json.loads((tmp_path / "command" / "config.json").read_text())
+    assert made.config == json.loads((tmp_path / "command" / "model" / "config.json").read_text())
     one, other = (Checkpoint.open(tmp_path / name) for name in ("function", "command"))
     assert one.ids.keys() == other.ids.keys()
     assert all(torch.equal(one.read_tensor(*info.key), other.read_tensor(*info.key)) for info in one.index.tensors)

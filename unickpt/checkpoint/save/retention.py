@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from unickpt.base.errors import FormatError, UnickptError
 from unickpt.base.logs import logger
-from unickpt.checkpoint.checkpoint_folder import iteration_name, latest_tag, manifests_in, tracked_iteration
+from unickpt.checkpoint.checkpoint_folder import iteration_name, kept_of_model, latest_tag, manifests_in, tracked_iteration
 from unickpt.checkpoint.coordination.owners import Origin
+from unickpt.checkpoint.format.file_names import MODEL_FOLDER, MODEL_TEMPLATES
 from unickpt.checkpoint.format.layout import DATA_FOLDER, LOCK_FILE, MARK_FILE, ROWS_FOLDER
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.storage.base import Storage
@@ -134,9 +135,9 @@ def remove(checkpoint: Storage) -> None:
     with contextlib.suppress(UnickptError):
         if checkpoint.size_bytes(MANIFEST_FILE) is not None:
             return  # the manifest could not be removed, so the other files have to stay
-        for name in _own_files(checkpoint):
+        for name in (*_own_files(checkpoint), *kept_of_model(checkpoint)):
             checkpoint.delete(name)
-        for folder in (DATA_FOLDER, ROWS_FOLDER, ""):
+        for folder in (DATA_FOLDER, ROWS_FOLDER, f"{MODEL_FOLDER}/{MODEL_TEMPLATES}", MODEL_FOLDER, ""):
             checkpoint.delete_if_empty(folder)  # stays if it has other files
 
 

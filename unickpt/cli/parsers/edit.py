@@ -66,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-config",
         metavar="FOLDER",
-        help="with --grow and --upcycle: folder with the config.json of SRC (default: SRC, or the folder above it)",
+        help="with --grow and --upcycle: folder with the config.json of SRC (default: what SRC keeps of its model)",
     )
     add_writing(parser)
     add_json(parser)

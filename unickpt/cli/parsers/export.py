@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FOLDER",
         help="folder of a model of the same kind: gives the configuration; --to hf and vllm copy config.json and the tokenizer "
-        "from it (default: the folder of the checkpoint or the one above, as in a Trainer run)",
+        "from it (default: what the checkpoint keeps of its model, its folder, or the one above, as in a Trainer run)",
     )
     parser.add_argument("--with-code", action="store_true", help="copy *.py from --config, too (custom code of a model)")
     parser.add_argument(

@@ -37,7 +37,7 @@ def configure_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("destination", metavar="DST", help="output directory; gets a checkpoint and the new config.json")
     parser.add_argument(
-        "--config", metavar="FOLDER", help="folder with the config.json of SRC (default: SRC, or the folder above it)"
+        "--config", metavar="FOLDER", help="folder with the config.json of SRC (default: what SRC keeps of its model)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of free elements (default: 0)")
     parser.add_argument("--json", action="store_true", help="the result as one JSON document")

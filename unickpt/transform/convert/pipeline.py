@@ -29,6 +29,7 @@ from unickpt.checkpoint.save.commit import commit
 from unickpt.checkpoint.save.data_file import DataFile, Pace, create_data_file, write_rows
 from unickpt.checkpoint.save.shards import FRAGMENT_BYTES, Contribution, Prepared, Shard, prepare
 from unickpt.checkpoint.storage.posix import PosixStorage
+from unickpt.transform.convert.huggingface.model_files import ModelFiles
 from unickpt.transform.convert.pickles.lazy_tensor import Located
 from unickpt.transform.convert.read_ahead import Unread, WriteBehind, write_all
 from unickpt.transform.convert.readings import BoxOf, Reading
@@ -98,6 +99,7 @@ class Source:
         writer, step, tensors, optimizer, aliases, excluded, objects, shared_objects: as in ``Contribution``.
         left_out: parts of the source that the checkpoint does not contain, each with the reason.
         encoded_objects: objects of a unickpt checkpoint as in its manifest. Their tensors are among the parts.
+        model_files: configuration and tokenizer of the model, which the checkpoint keeps; None: there are none.
     """
 
     kind: str
@@ -112,6 +114,7 @@ class Source:
     shared_objects: dict[str, Any] = field(default_factory=dict)
     left_out: Sequence[str] = ()
     encoded_objects: Mapping[str, JSONValue] = field(default_factory=dict)
+    model_files: ModelFiles | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -127,12 +130,14 @@ class Converted:
         kept: number of data files reused from an interrupted conversion.
         tensors: number of tensors.
         size_bytes: size of the checkpoint.
+        model_files: names of the files of the model that the checkpoint keeps.
     """
 
     files: int
     kept: int
     tensors: int
     size_bytes: int
+    model_files: tuple[str, ...] = ()
 
 
 def convert(
@@ -147,13 +152,14 @@ def convert(
         progress: called with the number of bytes read. Up to two batches of each file are not written by then.
 
     Raises:
-        MismatchError: the directory already contains a checkpoint.
+        MismatchError: the directory already contains a checkpoint, or its folder for the files of a model contains one.
         CoverageError: the parts have holes or overlap. No checkpoint is written.
         FormatError, OSError, StorageError: the source cannot be read, or the checkpoint cannot be written.
     """
     if is_checkpoint(directory):
         raise MismatchError(f"{directory}: already contains a checkpoint; choose another directory")
     storage = PosixStorage(directory)
+    model_files = source.model_files.keep(directory) if source.model_files is not None else ()
     contribution = Contribution(
         [], source.step, source.writer, tensors=list(source.tensors), optimizer=source.optimizer, aliases=source.aliases,
         excluded=source.excluded, objects=source.objects, shared_objects=source.shared_objects,
@@ -175,7 +181,7 @@ def convert(
             raise
     size = commit(storage, [first, *(record for record, _ in made)], described, generation=0).size_bytes
     tensors = {part.tensor.key for portion in source.portions for part in portion.parts} | {info.key for info in source.tensors}
-    return Converted(len(made), sum(kept for _, kept in made), len(tensors), size)
+    return Converted(len(made), sum(kept for _, kept in made), len(tensors), size, model_files)
 
 
 def _described(storage: PosixStorage, described: Prepared) -> FileRecord:

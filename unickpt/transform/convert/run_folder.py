@@ -7,7 +7,6 @@ DeepSpeed's.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -19,14 +18,13 @@ from unickpt.checkpoint.format.layout import LATEST_FILE
 from unickpt.checkpoint.load.folders import TRAINER_STATE
 from unickpt.checkpoint.storage.posix import PosixStorage
 from unickpt.transform.convert.deepspeed.files import is_deepspeed
-from unickpt.transform.convert.pickles.regular_files import open_regular
+from unickpt.transform.convert.pickles.regular_files import copy_regular
 
 TRAINER, ACCELERATE, LIGHTNING = "Trainer", "Accelerate", "Lightning"
 _MODELS = re.compile(r"pytorch_model(_\d+)?")  # accelerate: MODEL_NAME; one checkpoint per model
 _LIGHTNING_TAG = "checkpoint"  # lightning: the tag of DeepSpeedStrategy.save_checkpoint
 _SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # DeepSpeed copies them into the folder; they read its own files only
 _NEW = "converted"  # folder for converted checkpoints in messages
-_COPY_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +92,7 @@ def copy_files(found: RunFolder, directory: Path) -> int:
     storage, number = PosixStorage(directory), 0
     for name in found.files():
         source = found.path / name
-        with os.fdopen(open_regular(source), "rb") as file, storage.create(name) as sink:
-            while block := file.read(_COPY_BYTES):
-                sink.write([memoryview(block)])
+        copy_regular(source, storage, name)
         shutil.copystat(source, directory / name)
         number += 1
     storage.write_atomic(LATEST_FILE, found.latest.encode())

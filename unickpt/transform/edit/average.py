@@ -50,6 +50,9 @@ class Average:
                 raise MismatchError(f"{table.where}: is listed twice")
             _check_same_model(tables[0], table)
         last = tables[-1]
+        if last.model_files is None:
+            other = next((table for table in tables if table.model_files is not None), last)
+            last = replace(last, model_files=other.model_files, described=other.described)
         entries = [self._mean(tables, entry) for entry in last.tensors() if entry.info.kind != "optimizer"]
         count = sum(entry.origin.startswith("mean") for entry in entries)
         states = len(last.tensors()) - len(entries)

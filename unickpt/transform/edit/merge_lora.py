@@ -203,6 +203,8 @@ class MergeLora:
             )
         entries = [merged.get(entry.info.key, entry) for entry in model.tensors()]
         after = model.with_entries(entries)
+        if self.base is not None:
+            after = replace(after, model_files=self.base.model_files, described=self.base.described)
         return after.with_done(
             f"{count_of(len(adapters), 'adapter')} merged into {count_of(len(merged), 'weight')}; names are those of the model"
         ).with_left_out(f"adapters: {count_of(2 * len(adapters))}")

@@ -87,6 +87,7 @@ class Resize:
             entries.append(found)
         how = f"{old:,} to {new:,} rows" + (f", new rows {self.fill}, in optimizer states zeros" if new > old else "")
         after = table.with_entries(entries, writer=replace(table.writer, model=_facts(table, model, old, new, bool(self.rows))))
+        after = _configured(after, table, new)
         after = after.with_done(f"{count_of(len(dims), 'name')} ({some(sorted(dims))}), {count_of(len(resized))}: {how}")
         return after.with_left_out(f"the last {old - new:,} rows of the vocabulary") if new < old else after
 
@@ -115,6 +116,15 @@ class Resize:
                 f"{table.where}: {known} the tensors with a row per vocabulary entry; name them with --vocabulary-tensors"
             )
         return found
+
+
+def _configured(after: Table, before: Table, rows: int) -> Table:
+    """Return a table whose configuration has the new number of rows, if it described the table before."""
+    files = before.model_files
+    if files is None or before.shapes() != before.described:
+        return after
+    files = replace(files, settings={**files.settings, "vocab_size": rows})
+    return replace(after, model_files=files, described=after.shapes())
 
 
 def _dim_of(arrangement: Arrangement) -> int | None:

@@ -18,6 +18,7 @@ from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE, OptimizerRecord, ParameterGroup, Writer
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.storage.posix import PosixStorage
+from unickpt.transform.convert.huggingface.model_files import ModelFiles, kept_by
 from unickpt.transform.convert.readings import Reading
 
 TensorKey = tuple[str, str]  # name and state
@@ -56,6 +57,8 @@ class Table:
         inputs: files that change whenever the sources change; empty for a URL.
         done: one line per step.
         left_out: dropped parts of the source, with the reason.
+        model_files: configuration and tokenizer of the model, if the source has them.
+        described: shapes of the weights that this configuration describes, by name.
     """
 
     where: str
@@ -70,10 +73,17 @@ class Table:
     inputs: tuple[Path, ...] = ()
     done: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    model_files: ModelFiles | None = None
+    described: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def tensors(self) -> list[TableEntry]:
         """Return all tensors except objects."""
         return [entry for entry in self.entries.values() if entry.info.kind != "object"]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every weight, or of the master of a parameter without one, by name."""
+        found = [entry.info for entry in self.tensors() if entry.info.kind in ("parameter", "buffer")]
+        return {info.name: info.shape for info in sorted(found, key=lambda info: info.state == "weight")}
 
     def states(self, name: str) -> list[TableEntry]:
         """Return the tensors of one name."""
@@ -135,11 +145,12 @@ def table_of(checkpoint: Checkpoint) -> Table:
         overrides = tuple(checkpoint.override_boxes(position)) if info.derived_from is not None else ()
         entries[info.key] = TableEntry(info, partial(_read, checkpoint, info), overrides=overrides)
     manifest, storage = checkpoint.manifest, checkpoint.storage
-    inputs = (Path(storage.where(MANIFEST_FILE)),) if isinstance(storage, PosixStorage) else ()
-    return Table(
+    local = isinstance(storage, PosixStorage)
+    table = Table(
         str(storage), entries, manifest.step, manifest.writer, manifest.optimizer, manifest.aliases, manifest.excluded,
-        manifest.objects, (checkpoint.identity,), inputs,
+        manifest.objects, (checkpoint.identity,), (Path(storage.where(MANIFEST_FILE)),) if local else (),
     )  # fmt: skip
+    return replace(table, model_files=kept_by(Path(storage.where())), described=table.shapes()) if local else table
 
 
 def by_key(entries: Iterable[TableEntry], where: str) -> dict[TensorKey, TableEntry]:

@@ -13,6 +13,7 @@ from unickpt import __version__
 from unickpt.base.errors import MismatchError
 from unickpt.checkpoint.format.boxes import Box, cut
 from unickpt.checkpoint.format.dtypes import itemsize_bytes
+from unickpt.transform.convert.huggingface.model_files import ModelFiles
 from unickpt.transform.convert.pipeline import Portion, Source, SourcePart
 from unickpt.transform.edit.table import Step, Table, TableEntry
 
@@ -39,6 +40,7 @@ def source_of(table: Table, steps: Sequence[object], *, portion_bytes: int = POR
         MismatchError: no tensor is left, or the checkpoint would be inconsistent.
     """
     _check(table)
+    files = _model_files(table)
     plan = repr((__version__, torch.__version__, portion_bytes, table.identity, list(steps)))
     digest = hashlib.sha256(plan.encode()).hexdigest()
     shares = _shared(list(_parts(table)), portion_bytes)
@@ -52,8 +54,16 @@ def source_of(table: Table, steps: Sequence[object], *, portion_bytes: int = POR
         aliases=dict(table.aliases),
         excluded=table.excluded,
         encoded_objects=_noted(table),
-        left_out=table.left_out,
+        left_out=(*table.left_out, *(files.left_out if files is not None else ())),
+        model_files=files,
     )
+
+
+def _model_files(table: Table) -> ModelFiles | None:
+    """Return what the checkpoint keeps of the model: without a configuration that describes other weights."""
+    if table.model_files is None or table.shapes() == table.described:
+        return table.model_files
+    return table.model_files.without_configuration("these steps change names or shapes of weights; an export needs --config")
 
 
 def _check(table: Table) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from unickpt.base.errors import FormatError, NotACheckpointError
 from unickpt.checkpoint.storage.base import is_url
 from unickpt.transform.convert.detect import TRANSFORMERS, kind_of
 from unickpt.transform.convert.huggingface.files import CONFIG, configuration
+from unickpt.transform.convert.huggingface.model_files import configured_folder, files_of, write_configuration
 from unickpt.transform.convert.huggingface.reader import huggingface
-from unickpt.transform.convert.huggingface.writer import copy_model_files
 from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 from unickpt.transform.edit.table import Table, TableEntry, by_key
 
@@ -60,7 +59,7 @@ def table_of_model(folder: Path, files: OpenFiles) -> Table:
 
 
 def configuration_folder(named: str | None, source: str) -> Path | None:
-    """Return the folder with the configuration of a source: the named one, the source, or the folder above it.
+    """Return the folder with the configuration of a source: the named one, or that of the checkpoint or model.
 
     Args:
         named: folder or ``config.json`` that the user named, or None.
@@ -74,17 +73,14 @@ def configuration_folder(named: str | None, source: str) -> Path | None:
         if not configuration(folder).get("model_type"):
             raise FormatError(f"{folder / CONFIG}: not a configuration of transformers")
         return folder
-    places = () if is_url(source) else (Path(source), Path(source).parent)
-    return next((folder for folder in places if configuration(folder).get("model_type")), None)
+    return None if is_url(source) else configured_folder(Path(source))
 
 
-def write_configuration(config: Mapping[str, Any], source: Path, folder: Path) -> Path:
-    """Write a configuration beside a checkpoint, with the tokenizer files of the source. Return its path.
+def keep_configuration(config: Mapping[str, Any], source: Path, checkpoint: Path) -> Path:
+    """Let a checkpoint keep a new configuration, with the other files of the model in ``source``. Return its path.
 
     Raises:
-        UnsafePathError, OSError: as ``copy_model_files``.
+        FormatError, OSError, StorageError: a file cannot be read or written.
     """
-    copy_model_files(source, folder, with_code=False)
-    path = folder / CONFIG
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return path
+    files_of(source).without_configuration("the checkpoint has a new one").keep(checkpoint)
+    return write_configuration(config, checkpoint)

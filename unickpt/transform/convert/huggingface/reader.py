@@ -16,6 +16,7 @@ from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import Writer
 from unickpt.checkpoint.format.safetensors_header import Header, header_bytes_of, parse_header
 from unickpt.transform.convert.huggingface.files import INDEX, configuration
+from unickpt.transform.convert.huggingface.model_files import files_of
 from unickpt.transform.convert.limits import bounded
 from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
 from unickpt.transform.convert.pickles.regular_files import open_regular, read_json
@@ -29,7 +30,7 @@ _BESIDE = re.compile(r"(adapter_model|consolidated)(\.\d+|-\d{5}-of-\d{5})?\.saf
 
 @bounded
 def huggingface(folder: Path, files: OpenFiles) -> Source:
-    """Open a transformers model as a source: weights at step 0, without an optimizer.
+    """Open a transformers model as a source: weights at step 0 and the model's other files, without an optimizer.
 
     Args:
         folder: directory with safetensors files and ``config.json``.
@@ -65,8 +66,9 @@ def huggingface(folder: Path, files: OpenFiles) -> Source:
     version = str(config.get("transformers_version") or "")
     model = Model.of_config(config).as_json()
     writer = Writer("transformers", version, __version__, torch.__version__, HUGGINGFACE, {}, model)
-    left_out = [f"{path.name}: not a file of the model" for path in present if path not in paths]
-    return Source("transformers", portions, writer, left_out=left_out)
+    kept = files_of(folder)
+    left_out = [*(f"{path.name}: not a file of the model" for path in present if path not in paths), *kept.left_out]
+    return Source("transformers", portions, writer, left_out=left_out, model_files=kept)
 
 
 def _check_whole(folder: Path, paths: Sequence[Path]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +22,7 @@ from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.diff import BLOCK_ELEMENTS
 from unickpt.transform.convert.exported import Exported
 from unickpt.transform.convert.huggingface.files import CONFIG, INDEX, SINGLE, WEIGHTS, configuration
-from unickpt.transform.convert.pickles.regular_files import check_inside
+from unickpt.transform.convert.huggingface.model_files import CODE, copy_model_files
 from unickpt.transform.dialects.hf_layouts import in_files
 from unickpt.transform.dialects.model_facts import Model
 from unickpt.transform.dialects.registry import choose
@@ -32,16 +30,6 @@ from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE, shapes
 from unickpt.transform.dialects.translation import counterpart_shapes
 from unickpt.transform.quantise.encoding import CastEncoding, Encoding, is_float
 
-ADDED_TEMPLATES = "additional_chat_templates"  # folder of a tokenizer's additional chat templates
-# Files of a transformers model besides weights and code. Files that Trainer adds (state, checkpoints) are not listed.
-_MODEL_FILES = (
-    CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
-    "*.model", "*.spm", "*.tiktoken", "tekken.json", "bpe.codes", "normalizer.json", "chat_template*",
-    "preprocessor_config.json", "processor_config.json", "image_processor_config.json",
-    "video_preprocessor_config.json", "audio_tokenizer_config.json",
-    "feature_extractor_config.json",
-)  # fmt: skip
-_CODE = "*.py"
 _ADAPTER = re.compile(r"(^|\.)lora_|\.modules_to_save\.|^base_model\.model\.")
 _METADATA = {"format": "pt"}  # transformers requires it
 _AS_STORED = CastEncoding()
@@ -156,7 +144,7 @@ def export(
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(place.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
     config = configuration(folder)
-    needs_code = "auto_map" in config and not any(folder.glob(_CODE))
+    needs_code = "auto_map" in config and not any(folder.glob(CODE))
     tied = tuple(sorted(checkpoint.manifest.aliases))
     return ExportedModel(folder, len(infos), sum(sizes), tuple(names), (), tied, not config, copied, left, needs_code)
 
@@ -181,34 +169,6 @@ def _check_adapters(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> None
         f"{where}: contains peft adapters ({adapters[0]}), which transformers would ignore. {base}: 'unickpt edit "
         f"{where} MERGED --merge-lora --lora-config ADAPTER_FOLDER{more}'; then export MERGED with --config BASE_MODEL"
     )
-
-
-def copy_model_files(source: Path | None, folder: Path, with_code: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Copy configuration and tokenizer. Return the names of the files copied, and of those not copied.
-
-    Args:
-        source: folder of a model, or None to copy nothing.
-        folder: output directory.
-        with_code: also copy Python files.
-
-    Raises:
-        UnsafePathError: a file is a symbolic link that leaves ``source``.
-        OSError: a file cannot be copied.
-    """
-    if source is None or source.resolve() == folder.resolve():
-        return (), ()
-    patterns = (*_MODEL_FILES, *((_CODE,) if with_code else ()))
-    names = sorted(path.name for path in source.iterdir() if path.is_file() and not path.name.endswith(WEIGHTS))
-    chosen = tuple(name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
-    templates = sorted((source / ADDED_TEMPLATES).glob("*.jinja"))
-    for path in (*(source / name for name in chosen), *templates):
-        check_inside(source, path)  # a downloaded folder could link to a private file, which would be published with the model
-    for name in chosen:
-        shutil.copy(source / name, folder / name)
-    for path in templates:
-        (folder / ADDED_TEMPLATES).mkdir(exist_ok=True)
-        shutil.copy(path, folder / ADDED_TEMPLATES / path.name)
-    return (*chosen, *(f"{ADDED_TEMPLATES}/{path.name}" for path in templates)), tuple(n for n in names if n not in chosen)
 
 
 def _adjust(folder: Path, dtypes: set[str], settings: Mapping[str, Any]) -> None:

@@ -17,8 +17,10 @@ from typing import Any
 from unickpt.base.errors import FormatError, UnsafePathError
 from unickpt.checkpoint.format.json_text import parse_json
 from unickpt.checkpoint.format.manifest import check_path
+from unickpt.checkpoint.storage.base import Storage
 
 MAX_JSON_BYTES = 64 << 20  # an index of transformers with 100,000 tensors has 8 MB
+_COPY_BYTES = 8 << 20
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 
 
@@ -34,6 +36,18 @@ def open_regular(path: Path) -> int:
         return descriptor
     os.close(descriptor)
     raise FormatError(f"{path}: is not a regular file")
+
+
+def copy_regular(path: Path, storage: Storage, name: str) -> None:
+    """Copy a regular file, block by block.
+
+    Raises:
+        FormatError: not a regular file.
+        OSError, StorageError: it cannot be read or written.
+    """
+    with os.fdopen(open_regular(path), "rb") as file, storage.create(name) as sink:
+        while block := file.read(_COPY_BYTES):
+            sink.write([memoryview(block)])
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
