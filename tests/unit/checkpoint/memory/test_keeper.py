@@ -14,6 +14,7 @@ import pytest
 
 from unickpt.base.errors import FormatError, StorageError
 from unickpt.checkpoint.format.checksums import digest
+from unickpt.checkpoint.memory import generations
 from unickpt.checkpoint.memory.generations import Inventory
 from unickpt.checkpoint.memory.host_folder import HostFolder
 from unickpt.checkpoint.memory.keeper import copy_generation, serve
@@ -139,3 +140,14 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_a_malformed_inventory_is_refused(value: object) -> None:
     with pytest.raises(FormatError, match=r"malformed|invalid"):
         Inventory.from_json(value)
+
+
+def test_an_inventory_of_more_files_than_a_host_can_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host may hold the files of all ranks of the largest job, and a hostile one cannot fill the memory of another."""
+    of_largest_job = 2 * 100_000 + 3  # data and rows of each rank, manifest, index, about.json
+    assert of_largest_job < generations.MOST_FILES < 10 * of_largest_job
+    monkeypatch.setattr(generations, "MOST_FILES", 2)
+    names = {f"data/rank{rank:05d}.safetensors": 1 for rank in range(3)}
+    assert Inventory.from_json({"g1": dict(list(names.items())[:2])}).files[1]
+    with pytest.raises(FormatError):
+        Inventory.from_json({"g1": names})
