@@ -17,7 +17,7 @@ from tests.support.repository import REPO
 from unickpt.testing.launch import environment
 
 PAGES = sorted(path for path in (REPO / "docs" / "recipes").glob("*.md") if path.name != "index.md")
-CHOSEN: tuple[str, ...] = ()
+CHOSEN = ("alerts-and-dashboard",)
 
 
 @pytest.mark.hf

@@ -22,14 +22,15 @@ def names(run: Any) -> list[str]:
 
 def test_every_configuration_and_script_is_an_example(run: Any) -> None:
     """One that is added to the repository is added to the list as well."""
-    files = {file.name for place in ("configs", "configs/deepspeed", "configs/megatron", "configs/launch", "examples")
-             for file in (REPO / place).iterdir() if file.is_file() and file.suffix != ".pyc"}  # fmt: skip
+    folders = ("configs", "configs/deepspeed", "configs/megatron", "configs/launch", "configs/monitoring", "examples")
+    files = {file.name for place in folders for file in (REPO / place).iterdir() if file.is_file() and file.suffix != ".pyc"}
     assert sorted(names(run)) == sorted({*files, "demo", "dialects"})
     assert {each.name for each in (REPO / "configs").iterdir() if each.is_dir()} == {
         "deepspeed",
         "dialects",
         "launch",
         "megatron",
+        "monitoring",
     }
 
 
