@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The docs site, from nothing: an environment in .venv-docs, then `mkdocs build --strict` into build/site.
+# The docs site, from nothing: an environment in .venv-docs, then `zensical build --strict` into build/site.
 #
 #   scripts/docs.sh [serve]        (serve: show it on http://127.0.0.1:8000 and follow changes; UNICKPT_PYTHON: see venv.sh)
 set -euo pipefail
@@ -20,6 +20,6 @@ PYTHON
   echo "$wanted" >"$stamp"
 fi
 if [ "${1:-build}" = serve ]; then
-  exec "$venv/bin/python" -m mkdocs serve
+  exec "$venv/bin/python" -m zensical serve
 fi
-exec "$venv/bin/python" -m mkdocs build --strict --quiet --site-dir build/site
+exec "$venv/bin/python" -m zensical build --strict

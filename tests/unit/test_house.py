@@ -169,16 +169,6 @@ def test_a_fragment_of_the_changelog_has_a_kind() -> None:
     assert [name for name in names if not re.fullmatch(rf"(\d+|\+[\w-]+)\.({'|'.join(kinds)})\.md", name)] == []
 
 
-@needs("mkdocs")
-def test_the_docs_site_builds_without_warnings(tmp_path: Path) -> None:
-    """Every page is in the navigation, every link and anchor leads somewhere, every public name has a docstring."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
-    env = environment(REPO) | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=env)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    assert (tmp_path / "site" / "reference" / "python-api" / "index.html").exists()
-
-
 def test_the_entry_point_imports_nothing_heavy() -> None:
     """It runs in every ``import torch`` of every program on the machine."""
     code = """

@@ -1,0 +1,159 @@
+"""The docs: links lead somewhere, the site builds without a warning, its search prefers guides, pages fit on a phone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from tests.support.repository import REPO
+from unickpt.testing.launch import environment
+
+DOCS, SITE = REPO / "docs", REPO / "build" / "site"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+ROOT_PAGES = [REPO / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "changes/README.md")]
+
+# What users type, and the page that the search must show first.
+QUERIES = {
+    "install": "start/install/",
+}
+
+
+def _prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```|`[^`\n]+`", "", page.read_text(), flags=re.M | re.S)
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors of a page of Markdown: of its headings, of HTML, and of the API that it shows."""
+    found: set[str] = set(re.findall(r'id="([^"]+)"', page.read_text()))
+    found |= set(re.findall(r"^::: (\S+)", page.read_text(), re.M))
+    for heading in re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M):
+        words = re.sub(r"[^\w\s-]", "", re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", heading)).strip().lower()
+        slug, number = re.sub(r"[-\s]+", "-", words), 1
+        while slug in found:
+            slug, number = re.sub(r"_\d+$", "", slug) + f"_{number}", number + 1
+        found.add(slug)
+    return found
+
+
+def _links(page: Path) -> Iterator[tuple[str, Path, str]]:
+    """Yield the links of a page of Markdown into this repository: text, file, anchor."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", _prose(page)):
+        if not urlsplit(link).scheme:
+            path, _, anchor = unquote(link).partition("#")
+            yield link, (page.parent / path).resolve() if path else page, anchor
+
+
+@pytest.mark.parametrize("page", [*ROOT_PAGES, *sorted(DOCS.rglob("*.md"))], ids=lambda page: str(page.relative_to(REPO)))
+def test_links_lead_somewhere(page: Path) -> None:
+    """Those that leave this repository are not fetched."""
+    dead = [
+        link for link, file, anchor in _links(page)
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in _anchors(file))
+    ]  # fmt: skip
+    assert not dead
+
+
+def test_every_page_is_in_the_navigation_and_exists() -> None:
+    text = (REPO / "mkdocs.yml").read_text()
+    named = re.findall(r"([\w/-]+\.md)$", text[text.index("\nnav:") :], re.M)
+    assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+@pytest.fixture(scope="module")
+def site() -> Path:
+    if find_spec("zensical") is None:
+        pytest.skip("not installed: zensical")
+    command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=environment(REPO))
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return SITE
+
+
+class _Page(HTMLParser):
+    """The links, pictures and anchors of a page that the generator has made."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.ids, self.targets = set[str](), list[str]()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, _tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.ids.add(values.get("id") or "")
+        self.targets += [value for name in ("href", "src") if (value := values.get(name))]
+
+
+def test_the_site_has_no_dead_link(site: Path) -> None:
+    """Strict mode does not look at pictures, and not into files that a page includes."""
+    pages = {path: _Page(path) for path in sorted(site.rglob("*.html")) if path.name != "404.html"}
+    dead = []
+    for path, page in pages.items():
+        for target in page.targets:
+            url = urlsplit(target)
+            if url.scheme or url.netloc:
+                continue
+            file = (path.parent / unquote(url.path)).resolve() if url.path else path
+            file = file / "index.html" if file.is_dir() else file
+            if not file.exists() or (url.fragment and file in pages and unquote(url.fragment) not in pages[file].ids):
+                dead.append(f"{path.relative_to(site)}: {target}")
+    assert not dead
+    assert len(pages) >= 80
+
+
+def test_the_search_prefers_guides(site: Path) -> None:
+    """Runs the code of the site's own search."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("not installed: node")
+    (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.js")
+    command = [node, "tests/jobs/site_search.js", str(site / "search.json"), str(worker), *QUERIES]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = dict(zip(QUERIES, map(json.loads, done.stdout.splitlines()), strict=True))
+    first = {query: places[0].partition("#")[0] if places else "" for query, places in found.items()}
+    wrong = {query: found[query][:4] for query in QUERIES if first[query] != QUERIES[query]}
+    assert not wrong
+    everywhere = {item["location"].partition("#")[0] for item in json.loads((site / "search.json").read_text())["items"]}
+    assert {page for page in everywhere if page.startswith(("evidence/", "developing/"))} == {"evidence/"}
+
+
+_WIDTHS = """<!doctype html><body><pre id="result"></pre><script>
+const pages = %s, frame = document.createElement("iframe"), wide = [];
+frame.style.width = "390px"; frame.style.height = "844px"; document.body.append(frame);
+let at = -1;
+const next = () => {
+  if (++at < pages.length) frame.src = pages[at];
+  else document.getElementById("result").textContent = `measured ${pages.length} ` + JSON.stringify(wide);
+};
+frame.onload = () => setTimeout(() => {
+  const { scrollWidth } = frame.contentDocument.documentElement;
+  if (scrollWidth > 390) wide.push([pages[at], scrollWidth]);
+  next();
+}, 20);
+next();
+</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome is installed to open the pages with")
+def test_no_page_scrolls_sideways_on_a_phone(site: Path, tmp_path: Path) -> None:
+    """Wide tables and code scroll inside their box."""
+    pages = [str(path.relative_to(site)) for path in sorted(site.rglob("index.html"))]
+    measure = site / "measure-widths.html"
+    measure.write_text(_WIDTHS % json.dumps(pages))
+    command = [
+        str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom",
+        f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=600000", measure.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    measure.unlink()
+    assert f"measured {len(pages)} []" in done.stdout, done.stdout[-2000:]
