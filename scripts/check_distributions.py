@@ -27,6 +27,7 @@ NEEDED = {
     "unickpt/VERSION",
     "unickpt/py.typed",
     "unickpt/cli/main.py",
+    "unickpt/cli/doctor/hooks.json",
     "unickpt/diagnosis/reports/report.html",
     "unickpt/shipped/configs/dialects/megatron-core.llama.toml",
     "unickpt/shipped/configs/deepspeed/zero2.json",
