@@ -30,12 +30,14 @@ _MARKDOWN_BEGINNING = """\
 <!-- Generated, do not edit: unickpt hooks status --markdown > docs/developing/hooks.md -->
 # Hooks
 
-The functions of DeepSpeed, transformers and Megatron that unickpt wraps. A hook is installed only if the framework's
-version is tested and the function has the parameters that the hook needs; otherwise one warning says so. `timing` and
-`compression` in a name: only if these are enabled. A fingerprint is 12 hex digits of the SHA-256 of the function's source
-without comment lines, blank lines and indentation. If it is unknown, a hook with "refused" is not installed. One with
-"installed" is, and `unickpt hooks status` names it: it passes calls through, sets an argument, changes the text of an error, or
-belongs to Megatron-LM, whose users edit the source.
+The functions of DeepSpeed, transformers and Megatron that unickpt wraps. A hook is installed if the source of its function
+is known, whatever the version, and if the function has the parameters that the hook needs. `timing` and `compression` in a
+name: only if these are enabled. A fingerprint is 12 hex digits of the SHA-256 of the function's source without comment
+lines, blank lines and indentation. If it is unknown, "self-test": a
+[self-test](../start/install.md#how-it-gets-into-the-framework) at the first use decides. "refused": the hook is not
+installed, and one warning says so. "installed": it is, with a version that was tested, and `unickpt hooks status` names it:
+it passes calls through, sets an argument, changes the text of an error, or belongs to Megatron-LM, whose users edit the
+source. With another version the self-test decides.
 
 | hook | target | tested versions | known fingerprints | unknown source | why | upstream | until |
 |---|---|---|---|---|---|---|---|"""
@@ -55,7 +57,7 @@ class _Adapter:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Answer, or print the table. The exit code is 0 also if hooks are refused: that is a state and not an error."""
     if args.markdown:
-        out.text(_markdown([hook for adapter in ADAPTERS for hook in _declared(adapter)]))
+        out.text(_markdown([pair for adapter in ADAPTERS for pair in _roles(adapter)]))
     elif args.fallbacks:
         out.text(
             "\n".join(["| the job uses | why |", "|---|---|", *(f"| {r['feature']} | {r['why']} |" for r in _fallbacks())])
@@ -214,13 +216,13 @@ def _show(out: Output, adapters: list[_Adapter], found: list[HookStatus], extens
     out.table(f"hooks ({len(rows)})", ["name", "target", "tested versions", "fingerprint", "state"], rows)
 
 
-def _markdown(declared: list[Hook]) -> str:
+def _markdown(roles: list[tuple[Hook, Role]]) -> str:
     """Depends on the declarations alone, not on what is installed where it is made."""
     lines = [_MARKDOWN_BEGINNING]
-    for hook in sorted(declared, key=lambda hook: hook.name):
+    for hook, role in sorted(roles, key=lambda pair: pair[0].name):
         code = [hook.name, f"{hook.module}.{hook.attribute}", str(hook.versions), *sorted(hook.fingerprints)]
         name, target, versions, *fingerprints = (f"`{text}`" for text in code)
-        unknown = "refused" if hook.strict else "installed"
+        unknown = "installed" if not hook.strict else "refused" if role is Role.OPTION else "self-test"
         cells = [name, target, versions, ", ".join(fingerprints) or "-", unknown, hook.why, f"<{hook.upstream}>", hook.until]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
