@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from unickpt.cli.doctor import facts, findings, text
+from unickpt.cli.doctor import answers, facts, text
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.output import Output
 
@@ -12,7 +12,7 @@ from unickpt.cli.output import Output
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read and print. Return 0 if all is well, 1 if something needs to be done. Advice does not count."""
     known = facts.read(args.place)
-    todo = findings.actions(known)
+    todo = answers.actions(known)
     if args.json:
         out.json(text.document(known, todo))
     else:

@@ -17,7 +17,7 @@ from typing import Any
 from unickpt.base import hooks
 from unickpt.base.autoload import DEEPSPEED, MEGATRON
 from unickpt.base.hooks import Hook, HookStatus
-from unickpt.cli.doctor import declared, facts, findings, text
+from unickpt.cli.doctor import answers, declared, facts, text
 from unickpt.cli.doctor.declared import Role
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
@@ -80,7 +80,7 @@ def _table(known: facts.Acting, args: argparse.Namespace, out: Output) -> None:
     usable = [_usable(status, adapters) for status in hooks.status()]
     found = sorted([*usable, *_not_installed(usable, adapters)], key=lambda status: status.hook.name)
     fallbacks = _fallbacks() if adapters[0].state == "imported" else []
-    answer = findings.answer(known)
+    answer = answers.answer(known)
     if args.json:
         acts = {"acts": answer.acts, "answer": answer.text}
         documents = {"adapters": [asdict(adapter) for adapter in adapters], "hooks": [_document(status) for status in found]}

@@ -14,11 +14,11 @@ from packaging.specifiers import SpecifierSet
 
 from tests.support.cli import python
 from unickpt.base.hooks import Hook, fingerprint_of_source
-from unickpt.cli.doctor import bounded, declared, findings, frameworks, path_probe, text
+from unickpt.cli.doctor import answers, bounded, declared, frameworks, path_probe, text
+from unickpt.cli.doctor.answers import Kind
 from unickpt.cli.doctor.declared import DeclaredHook, Role
 from unickpt.cli.doctor.facts import Acting, Facts
-from unickpt.cli.doctor.findings import Kind
-from unickpt.cli.doctor.frameworks import Framework, HookFinding
+from unickpt.cli.doctor.frameworks import ExaminedHook, Framework
 from unickpt.cli.doctor.installation import Autoload, Extension
 from unickpt.cli.doctor.machine import Clock, Machine
 from unickpt.cli.doctor.masking import variable, without_secrets
@@ -64,10 +64,10 @@ def deepspeed(tmp_path: Path) -> Path:
 def test_a_hook_acts_by_version_parameters_and_source(changes: Any, state: str, reason: str, deepspeed: Path) -> None:
     found = frameworks.framework("deepspeed", [deepspeed], [hook(**changes)])
     assert (found.version, found.problem) == ("0.19.8", "")
-    (finding,) = found.hooks
-    assert finding.state == state
-    assert finding.reason.startswith(reason)
-    assert bool(finding.reason) == bool(reason)
+    (examined,) = found.hooks
+    assert examined.state == state
+    assert examined.reason.startswith(reason)
+    assert bool(examined.reason) == bool(reason)
     assert found.acts == (state in ("acts", "unverified"))
 
 
@@ -104,14 +104,14 @@ def test_a_framework_that_cannot_be_parsed_is_a_problem_and_not_an_error(deepspe
 
 
 DEEPSPEED = Framework(
-    "deepspeed", "DeepSpeed", "0.19.8", "/site/deepspeed", (HookFinding("save", "deepspeed.engine", Role.NEEDED, "acts", ""),)
+    "deepspeed", "DeepSpeed", "0.19.8", "/site/deepspeed", (ExaminedHook("save", "deepspeed.engine", Role.NEEDED, "acts", ""),)
 )
-CHANGED = replace(DEEPSPEED, hooks=(HookFinding("save", "deepspeed.engine", Role.NEEDED, "unverified", "has changed"),))
+CHANGED = replace(DEEPSPEED, hooks=(ExaminedHook("save", "deepspeed.engine", Role.NEEDED, "unverified", "has changed"),))
 REFUSED = replace(
     DEEPSPEED,
     package="megatron",
     name="megatron-core",
-    hooks=(HookFinding("load", "megatron.core", Role.NEEDED, "refused", "has changed"),),
+    hooks=(ExaminedHook("load", "megatron.core", Role.NEEDED, "refused", "has changed"),),
 )
 ACTING = Acting((DEEPSPEED,), Autoload(True, ""), (Extension("copying", True, ""),))
 MACHINE = Machine("Linux", 8 << 30, 4 << 30, None, 64 << 30, Clock("tsc", True, 0.5), "")
@@ -141,14 +141,14 @@ FACTS = Facts(ACTING, MACHINE, {"python": "3.11"}, {}, {}, TORCH, None)
     ],
 )
 def test_the_answer_is_yes_or_no_with_a_reason(acting: Acting, words: str) -> None:
-    found = findings.answer(acting)
+    found = answers.answer(acting)
     assert found.text.startswith(words)
     assert found.acts == words.startswith("yes")
     assert text.acting_lines(acting)[0] == found.text
 
 
 def test_nothing_is_to_do_where_all_is_well() -> None:
-    assert findings.actions(FACTS) == []
+    assert answers.actions(FACTS) == []
     assert text.lines(FACTS, [])[4] == "to do:      nothing"
 
 
@@ -183,7 +183,7 @@ PLACE = {
 )
 def test_what_is_wrong_is_one_action_and_told_in_the_text(changes: dict[str, Any], kind: Kind, needed: bool) -> None:
     facts = replace(FACTS, **changes)
-    (action,) = findings.actions(facts)
+    (action,) = answers.actions(facts)
     assert (action.kind, action.needed) == (kind, needed)
     lines = text.lines(facts, [action])
     assert [line.partition(":")[0] for line in lines[:5]] == ["active", "for", "extensions", "storage", "to do"]
@@ -310,9 +310,9 @@ def test_what_the_source_files_say_is_what_an_import_finds(hooks_in_a_process: t
     }
     compared = 0
     for framework in frameworks.installed(declared.read()):
-        for finding in framework.hooks:
-            found = imported.get(finding.name)
+        for examined in framework.hooks:
+            found = imported.get(examined.name)
             if found is not None and framework.package != "transformers":
-                assert found["state"] in states[finding.state], (finding, found)
+                assert found["state"] in states[examined.state], (examined, found)
                 compared += 1
     assert compared > 10

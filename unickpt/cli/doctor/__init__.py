@@ -11,8 +11,8 @@ Each module imports only the modules above it in this list:
     torch_probe   what torch says: runs in a process of its own
     path_probe    a folder or URL, where a checkpoint would be written: likewise
     facts         all of this, read
-    findings      what the facts mean: the answers, and what to do
-    text          facts and findings as text and as JSON
+    answers       what the facts mean: the answers, and what to do
+    text          facts and answers as text and as JSON
 
-``masking``, ``findings`` and ``text`` are pure.
+``masking``, ``answers`` and ``text`` are pure.
 """

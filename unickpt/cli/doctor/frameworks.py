@@ -24,7 +24,7 @@ ADAPTERS = {"deepspeed": "ds_unickpt", "megatron": "megatron_unickpt"}
 
 
 @dataclass(frozen=True, slots=True)
-class HookFinding:
+class ExaminedHook:
     """What a job would do with a hook.
 
     Attributes:
@@ -60,7 +60,7 @@ class Framework:
     name: str
     version: str
     folder: str
-    hooks: tuple[HookFinding, ...]
+    hooks: tuple[ExaminedHook, ...]
     problem: str = ""
 
     @property
@@ -70,12 +70,12 @@ class Framework:
         return not self.problem and bool(needed & {"acts", "unverified"}) and "refused" not in needed
 
     @property
-    def refused(self) -> list[HookFinding]:
+    def refused(self) -> list[ExaminedHook]:
         """The hooks that are refused."""
         return [hook for hook in self.hooks if hook.state == "refused"]
 
     @property
-    def unverified(self) -> list[HookFinding]:
+    def unverified(self) -> list[ExaminedHook]:
         """The hooks that a self-test decides about."""
         return [hook for hook in self.hooks if hook.state == "unverified"]
 
@@ -115,7 +115,7 @@ def framework(package: str, folders: Sequence[Path], declared: Sequence[Declared
     try:
         version = _version(tree, package, distribution)
         own = [each for each in declared if each.hook.module.partition(".")[0] == package]
-        hooks = _settled(tuple(_finding(each, version, tree) for each in own), tested_as, version)
+        hooks = _settled(tuple(_examined(each, version, tree) for each in own), tested_as, version)
     except (OSError, SyntaxError, ValueError) as err:
         return Framework(package, name, "", str(folders[0]), (), f"{type(err).__name__}: {err}")
     return Framework(package, name, version, str(folders[0]), hooks)
@@ -139,17 +139,17 @@ def _version(tree: SourceTree, package: str, distribution: str) -> str:
         return ""
 
 
-def _finding(declared: DeclaredHook, version: str, tree: SourceTree) -> HookFinding:
+def _examined(declared: DeclaredHook, version: str, tree: SourceTree) -> ExaminedHook:
     hook = declared.hook
     if not tree.has(hook.module):
-        return HookFinding(hook.name, hook.module, declared.role, "absent", f"{hook.module} is not installed")
+        return ExaminedHook(hook.name, hook.module, declared.role, "absent", f"{hook.module} is not installed")
     source = tree.function(hook.module, hook.attribute)
     if source is None and declared.role is not Role.NEEDED:  # a version without the function needs no hook on it
-        return HookFinding(hook.name, hook.module, declared.role, "absent", f"{hook.module} has no {hook.attribute}")
+        return ExaminedHook(hook.name, hook.module, declared.role, "absent", f"{hook.module} has no {hook.attribute}")
     state, reason = examined(hook, version, source, declared.role)
     if state in ("refused", "unverified") and os.environ.get(ALLOW_UNTESTED) == "1":
         state, reason = "acts", f"despite: {reason}"
-    return HookFinding(hook.name, hook.module, declared.role, state, reason)
+    return ExaminedHook(hook.name, hook.module, declared.role, state, reason)
 
 
 def examined(hook: Hook, version: str, source: FunctionSource | None, role: Role) -> tuple[str, str]:
@@ -165,7 +165,7 @@ def examined(hook: Hook, version: str, source: FunctionSource | None, role: Role
     return "acts" if state == "installed" else state, reason
 
 
-def _settled(hooks: tuple[HookFinding, ...], framework: str, version: str) -> tuple[HookFinding, ...]:
+def _settled(hooks: tuple[ExaminedHook, ...], framework: str, version: str) -> tuple[ExaminedHook, ...]:
     """Return the hooks with the result of the last self-test, if there was one."""
     result = last_result(framework, version) if any(hook.state == "unverified" for hook in hooks) else None
     if result is None:

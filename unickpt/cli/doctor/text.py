@@ -1,4 +1,4 @@
-"""Facts and findings as lines of text and as one JSON document. Pure."""
+"""Facts and answers as lines of text and as one JSON document. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from unickpt.cli.doctor.answers import Action, answer
 from unickpt.cli.doctor.declared import Role
 from unickpt.cli.doctor.facts import Acting, Facts
-from unickpt.cli.doctor.findings import Action, answer
 from unickpt.cli.doctor.frameworks import Framework
 from unickpt.cli.doctor.masking import document_without_secrets, variable, without_secrets
 
