@@ -16,7 +16,7 @@ from unickpt.diagnosis.detectors.p2p_links import TRANSFER, TransferRows, slow_l
 from unickpt.diagnosis.detectors.stragglers import stragglers
 from unickpt.diagnosis.detectors.verdicts import Cause, Direction, LongSteps, SlowTransfers, Syndrome
 from unickpt.diagnosis.host.process_state import State
-from unickpt.diagnosis.recording.records import RECORD, Op
+from unickpt.diagnosis.recording.records import RECORD, Flag, Op
 from unickpt.diagnosis.snapshot.progress import PROGRESS
 from unickpt.diagnosis.snapshot.snapshot import CALL, GroupInfo, RankSnapshot, Snapshot
 from unickpt.diagnosis.snapshot.steps import STEP, StepRows, steps_of
@@ -83,6 +83,33 @@ def test_waits_that_overlap_or_reach_over_a_step_count_once() -> None:
     rows = [record(at + 1, Op.ALL_REDUCE, begin, end, 1, 8) for at, (begin, end) in enumerate(waits)]
     rows += [record(7, Op.STEP, 1, 20, 1, 0), record(8, Op.STEP, 20, 35, 2, 0)]
     assert (steps_of(0, np.array(rows, RECORD))["own_ns"] / MS).tolist() == [19 - 13, 15 - 7]
+
+
+def _by_the_reducer(rows: Any) -> Any:
+    """Calls as the reducer of DDP makes them: nothing tells when the rank waits for them."""
+    calls = rows["op"] == Op.ALL_REDUCE
+    rows["wait_ns"][calls], rows["flags"][calls] = 0, int(Flag.ASYNC | Flag.FROM_NATIVE)
+    return rows
+
+
+def test_the_wait_for_the_last_call_of_ddps_reducer_is_no_own_time() -> None:
+    """Between the first and the last call, the backward pass goes on."""
+    rows = [record(1, Op.ALL_REDUCE, 3, 5, 1, 8), record(2, Op.ALL_REDUCE, 8, 20, 1, 8), record(3, Op.STEP, 3, 21, 1, 0)]
+    rows += [record(4, Op.ALL_REDUCE, 22, 30, 1, 8), record(5, Op.STEP, 21, 31, 2, 0)]
+    found = _by_the_reducer(np.array(rows, RECORD))
+    assert (steps_of(0, found)["own_ns"] / MS).tolist() == [18 - 12, 10 - 8]
+    assert found["wait_ns"][0] == 0  # the records are not changed
+    found["flags"] = int(Flag.ASYNC)  # by the program, which may wait much later
+    assert (steps_of(0, found)["own_ns"] / MS).tolist() == [18, 10]
+    assert len(steps_of(0, found[found["op"] == Op.STEP])) == 1
+
+
+def test_a_late_rank_under_ddp_is_named() -> None:
+    spread = noise(1, 0.3)
+    computes = [[10.0 + spread() + 20.0 * (rank == 2) for _ in range(STEPS)] for rank in range(4)]
+    ends = np.cumsum([max(own[step] for own in computes) + 1.0 for step in range(STEPS)]).tolist()
+    steps = np.concatenate([steps_of(rank, _by_the_reducer(rank_of_job(own, ends))) for rank, own in enumerate(computes)])
+    assert [verdict.ranks for verdict in stragglers(steps)] == [(2,)]
 
 
 def test_a_step_that_began_before_the_oldest_record_is_left_out() -> None:

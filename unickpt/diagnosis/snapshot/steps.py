@@ -60,7 +60,7 @@ def steps_of(rank: int, records: Records, *, offset_ns: int = 0) -> StepRows:
     out = np.zeros(len(marks), STEP)
     out["rank"], out["number"] = rank, marks["step"]
     out["begin_ns"], out["end_ns"] = begin + offset_ns, end + offset_ns
-    out["own_ns"] = end - begin - _waited(calls, begin, end)
+    out["own_ns"] = end - begin - _waited(calls if on_device else _with_hidden_waits(calls, begin, end), begin, end)
     for name, op in (("data_ns", Op.DATA), ("garbage_ns", Op.GARBAGE)):
         part = records[records["op"] == op]
         out[name] = sums(part, part["end_ns"] - part["call_ns"])
@@ -78,6 +78,20 @@ def _timed(marks: Records, calls: Records, oldest_step: int) -> Records:
     known = (marks["flags"] & int(Flag.DEVICE_TIMES)) > 0
     found: Records = marks[known & (marks["step"] > oldest_step) & ~np.isin(marks["step"], calls["step"][untimed])]
     return found
+
+
+def _with_hidden_waits(calls: Records, begin: Ints, end: Ints) -> Records:
+    """Return the calls, with a wait in the last call of each span if torch's own C++ has made it and its wait is not known.
+
+    The reducer of ``DistributedDataParallel`` waits inside C++ for the last of its calls, and then the step can go on.
+    """
+    calls = calls[np.argsort(calls["call_ns"], kind="stable")]
+    last = np.searchsorted(calls["call_ns"], end) - 1
+    last = np.unique(last[(last >= 0) & (calls["call_ns"][last] >= begin)] if len(calls) else last[:0])
+    of_reducer = (calls["flags"][last] & int(Flag.FROM_NATIVE)) > 0
+    hidden = last[of_reducer & (calls["wait_ns"][last] == 0) & (calls["op"][last] <= Op.BARRIER)]
+    calls["wait_ns"][hidden] = calls["call_ns"][hidden]
+    return calls
 
 
 def _waited(calls: Records, begin: Ints, end: Ints) -> Ints:
