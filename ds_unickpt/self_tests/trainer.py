@@ -57,11 +57,12 @@ def _train(folder: Path, *, steps: int, seed: int, stop_at: int = 0) -> tuple[in
     """Train, and return the first step, the losses and the weights."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    begin, losses = [], []
+    first_steps: list[int] = []
+    losses: list[float] = []
 
     class Watch(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-            begin.append(state.global_step)
+            first_steps.append(state.global_step)
 
         def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
             losses.extend([logs["loss"]] if "loss" in logs else [])
@@ -79,7 +80,7 @@ def _train(folder: Path, *, steps: int, seed: int, stop_at: int = 0) -> tuple[in
     )  # fmt: skip
     trainer = Trainer(model=_Model(), args=arguments, train_dataset=rows, callbacks=[Watch()])
     trainer.train()
-    return begin[0], losses, {name: tensor.detach().clone() for name, tensor in trainer.model.named_parameters()}
+    return first_steps[0], losses, {name: tensor.detach().clone() for name, tensor in trainer.model.named_parameters()}
 
 
 if __name__ == "__main__":
