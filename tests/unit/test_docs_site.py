@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
@@ -24,7 +25,33 @@ ROOT_PAGES = [REPO / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY
 
 # What users type, and the page that the search must show first.
 QUERIES = {
+    "resume with fewer GPUs": "guides/deepspeed/",
+    "resume on another number of GPUs": "guides/deepspeed/",
     "install": "start/install/",
+    "uninstall": "help/operations/",
+    "convert deepspeed checkpoint": "guides/conversion-deepspeed/",
+    "convert megatron checkpoint": "guides/conversion-megatron/",
+    "which rank hangs": "guides/diagnosis/",
+    "slow rank": "guides/diagnosis-how/",
+    "nccl timeout": "troubleshooting/frameworks/",
+    "dp world size": "troubleshooting/frameworks/",
+    "bus error shared memory": "troubleshooting/frameworks/",
+    "vllm 4 bits": "guides/quantised/",
+    "merge lora": "guides/editing/",
+    "save to s3": "guides/object-stores/",
+    "keep global batch": "guides/deepspeed-batch/",
+    "trainer resume_from_checkpoint": "guides/huggingface/",
+    "host fails spare": "guides/steering/",
+    "slurm": "guides/my-job-on-64-hosts/",
+    "larger model from a trained one": "guides/growing/",
+    "checkpoints in memory": "guides/memory/",
+    "powersgd": "guides/compression/",
+    "supported versions": "start/compatibility/",
+    "save_checkpoint": "reference/api/saving-and-loading/",
+    "glossary": "help/glossary/",
+    "faq": "help/faq/",
+    "operations daily": "help/operations/",
+    "upgrade": "help/operations/",
 }
 
 
@@ -157,3 +184,54 @@ def test_no_page_scrolls_sideways_on_a_phone(site: Path, tmp_path: Path) -> None
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     measure.unlink()
     assert f"measured {len(pages)} []" in done.stdout, done.stdout[-2000:]
+
+
+def _messages() -> list[tuple[str, str]]:
+    """Return what the pages of troubleshooting quote of unickpt: page and text. The messages of frameworks are theirs."""
+    quoted = []
+    for page in sorted((DOCS / "troubleshooting").glob("*.md")):
+        if page.name not in ("index.md", "frameworks.md"):
+            for row in re.findall(r"^\| (`.*)", page.read_text(), re.M):
+                message, meaning = row.split(" | ")[:2]
+                quoted += [(page.name, text) for text in re.findall(r"`([^`]+)`", message)]
+                quoted += [(page.name, text) for text in re.findall(r"`([^`]+)`", meaning) if text.count(" ") > 2]
+    return quoted
+
+
+def _fixed(text: str) -> list[str]:
+    """Return the parts of a quoted message that are not for values, which are words in capitals."""
+    return [part.strip() for part in re.split(r"\b[A-Z][A-Z0-9]+\b", text) if len(part.strip()) > 5]
+
+
+def _templates(node: ast.AST) -> str | None:
+    """Return a text of the code, with a zero byte where a value goes."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"%[-.\d]*[a-z]", "\0", node.value)
+    return None
+
+
+def _nodes() -> Iterator[ast.AST]:
+    for package in ("unickpt", "ds_unickpt", "megatron_unickpt"):
+        for path in sorted((REPO / package).rglob("*.py")):
+            yield from ast.walk(ast.parse(path.read_text()))
+
+
+def test_quoted_messages_exist() -> None:
+    code = "\n".join(filter(None, map(_templates, _nodes())))
+    gone = [(page, text, part) for page, text in _messages() for part in _fixed(text) if part not in code]
+    assert not gone
+    assert len(_messages()) > 150
+
+
+def test_every_message_of_the_log_is_explained() -> None:
+    """A warning or error belongs into a table of ``docs/troubleshooting``, with what to do about it."""
+    known = [part for _, text in _messages() if len(part := max(_fixed(text), key=len, default="")) > 5]
+    unknown = []
+    for node in _nodes():
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("warning", "error"):
+            text = _templates(node.args[0]) if node.args and ast.unparse(node.func.value) == "logger" else None
+            if text and len(max(text.split("\0"), key=len)) > 20 and not any(part in text for part in known):
+                unknown.append(text)
+    assert not unknown

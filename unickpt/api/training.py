@@ -78,8 +78,8 @@ def save_checkpoint(
         directory: checkpoint directory, ``<save_dir>/<tag>``. A path or a URL. The parts above it are created.
         step: training step. The same on all ranks.
         objects: non-tensor state of the job, by name: numbers, strings, containers, tensors, arrays, dates, generators,
-            dataclasses ([types](format.md#8-objects)). The objects of rank 0 are saved. A value of another type is stored as a
-            pickle, with a warning. A load leaves its entry out, unless ``allow_pickle`` is set.
+            dataclasses ([types](../format.md#8-objects)). The objects of rank 0 are saved. A value of another type is stored as
+            a pickle, with a warning. A load leaves its entry out, unless ``allow_pickle`` is set.
         rank_objects: non-tensor state of this rank, such as random generators.
         save_latest: write the tag to ``<save_dir>/latest``. Under torchrun, ``save_dir`` then belongs to one copy of a job:
             if the job is started again while this one still runs, saves of this one are refused.
