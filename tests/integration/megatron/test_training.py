@@ -190,8 +190,11 @@ def test_resumes_under_another_shape(
     found = losses(done.stdout)
     assert sorted(found) == [4, 5, 6], done.stdout[-3000:]
     assert_close(found, uninterrupted, elsewhere)
+    assert "unickpt:unickpt" not in done.stdout  # Megatron's format has the name of the logger
     if shape == "same":
         assert found == resumed_by_megatron
+        assert done.stdout.count("INFO:unickpt:resumed ") == 1
+        assert "bytes read on this rank" not in done.stdout  # a detail, of level DEBUG
     assert "change what the loaded tensors compute" not in done.stdout
     assert ("generators re-seeded" in done.stdout) == (shape not in ("same",)), done.stdout[-3000:]
     assert (where / "latest_checkpointed_iteration.txt").read_text() == "6"
