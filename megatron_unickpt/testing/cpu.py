@@ -395,6 +395,11 @@ def _offer_fused_adam() -> None:
         sys.modules["apex.optimizers"] = module  # this alone: ``import apex`` still fails
 
 
+def has_grouped_experts() -> bool:
+    """Return whether this Megatron has ``GroupedMLP``, up to 0.18. Its successor is TransformerEngine's."""
+    return importlib.util.find_spec("megatron.core.transformer.moe.grouped_gemm_util") is not None
+
+
 def offer_grouped_gemm() -> None:
     """Offer the package ``grouped_gemm``, which needs CUDA, in torch's operations, to models that are built from now on."""
     from megatron.core.transformer.moe import grouped_gemm_util
