@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,8 +27,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from unickpt.base.errors import UnsupportedFrameworkError
-
-logger = logging.getLogger("unickpt")
+from unickpt.base.logs import logger
 
 ALLOW_UNTESTED = "UNICKPT_ALLOW_UNTESTED"
 REQUIRE = "UNICKPT_REQUIRE"

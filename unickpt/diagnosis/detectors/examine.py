@@ -154,7 +154,8 @@ def _maybe_aborted_in(rows: ProgressTable, at: npt.NDArray[np.int64], aborted: l
 
 def _elements(calls: Calls) -> npt.NDArray[Any]:
     """Return how many elements the larger side of each call has."""
-    return calls["bytes"] // np.maximum(ITEMSIZES[np.minimum(calls["dtype"], len(ITEMSIZES) - 1)], 1)
+    found: npt.NDArray[Any] = calls["bytes"] // np.maximum(ITEMSIZES[np.minimum(calls["dtype"], len(ITEMSIZES) - 1)], 1)
+    return found
 
 
 def _of_other_sizes(verdict: Verdict) -> bool:
