@@ -66,10 +66,10 @@ def _prose(page: Path) -> str:
 
 
 def _anchors(page: Path) -> set[str]:
-    """Return the anchors of a page of Markdown: of its headings, of HTML, and of the API that it shows."""
-    found: set[str] = set(re.findall(r'id="([^"]+)"', page.read_text()))
-    found |= set(re.findall(r"^::: (\S+)", page.read_text(), re.M))
-    for heading in re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M):
+    """Return the anchors of a page of Markdown, with those of its API and of a page that it includes."""
+    text = re.sub(r'^--8<-- "(\w+\.md)"$', lambda include: (REPO / include[1]).read_text(), page.read_text(), flags=re.M)
+    found: set[str] = set(re.findall(r'id="([^"]+)"', text)) | set(re.findall(r"^::: (\S+)", text, re.M))
+    for heading in re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M):
         words = re.sub(r"[^\w\s-]", "", re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", heading)).strip().lower()
         slug, number = re.sub(r"[-\s]+", "-", words), 1
         while slug in found:
