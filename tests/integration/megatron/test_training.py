@@ -25,6 +25,9 @@ TREE = os.environ.get("MEGATRON_LM", "")
 # The NullTokenizer of the development branch counts its end-of-document token among --vocab-size.
 COUNTED = "" if (Path(TREE) / "megatron/training/tokenizer").is_dir() else f" --vocab-size {leg.LLAMA['vocab_size']}"
 MEGATRON = leg.MEGATRON + COUNTED
+_FLAG = "--dist-ckpt-optim-fully-reshardable"  # since 0.15; before, it is how Megatron saves in parallel
+_ARGUMENTS = Path(TREE) / "megatron/training/arguments.py"
+RESHARDABLE = _FLAG if _ARGUMENTS.is_file() and _FLAG in _ARGUMENTS.read_text() else "--ckpt-fully-parallel-save"
 pytestmark = pytest.mark.skipif(not TREE, reason="MEGATRON_LM names no Megatron-LM tree")
 
 LOSS = re.compile(r"iteration +(\d+)/.*lm loss: ([0-9.E+-]+)")
@@ -70,8 +73,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Iterations 4 to 9 after a resume under another shape by Megatron alone: what rounding does."""
     where = tmp_path_factory.mktemp("elsewhere")
     base = f"--save {where} --load {where} --save-interval 3 --ckpt-format torch_dist --bf16 --use-distributed-optimizer"
-    run(2, f"{base} --dist-ckpt-optim-fully-reshardable --tensor-model-parallel-size 2 {until(3)}")
-    return losses(run(2, f"{base} --dist-ckpt-optim-fully-reshardable --pipeline-model-parallel-size 2 {until(9)}").stdout)
+    run(2, f"{base} {RESHARDABLE} --tensor-model-parallel-size 2 {until(3)}")
+    return losses(run(2, f"{base} {RESHARDABLE} --pipeline-model-parallel-size 2 {until(9)}").stdout)
 
 
 def assert_close(found: dict[int, float], expected: dict[int, float], elsewhere: dict[int, float]) -> None:
