@@ -271,7 +271,7 @@ def test_a_device_call_that_members_entered_with_different_shapes_is_a_mismatch(
     known = rows((0, 0, 4, 0), (1, 0, 5, 0), (2, 0, 4, 0), (3, 0, 5, 0), (0, 1, 1, 0), (1, 1, 1, 0), (2, 1, 1, 0), (3, 1, 1, 0))
     known["ended"] = [4, 4, 4, 4, 0, 1, 0, 1]
     known["call_ns"] = [1, 9, 1, 9, 5, 5, 5, 5]
-    known["shape"][7] = 6
+    known["shape"][7] = known["elements"][7] = 6
     members = {comm: np.arange(4) for comm in (0, 1)}
     made = infer_device_waits(known, {0, 1}, members, all_stand=False)
     (verdict,) = hangs(made, members, {comm: GroupInfo(f"{comm}", "", ()) for comm in members}, before_ns=1_000)
@@ -283,13 +283,19 @@ def test_a_device_call_with_different_shapes_holds_up_the_calls_behind_it() -> N
     known = rows(*((rank, comm, 4 + comm, 0) for comm in (0, 1) for rank in range(4)))
     known["ended"] = 0
     known["call_ns"] = [5, 5, 5, 5, 9, 9, 9, 9]
-    known["shape"][3] = 6
+    known["shape"][3] = known["elements"][3] = 6
     members = {comm: np.arange(4) for comm in (0, 1)}
     groups = {comm: GroupInfo(f"{comm}", "", ()) for comm in members}
     assert not infer_device_waits(known.copy(), {0, 1}, members, all_stand=False)["blocked"].any()
     made = infer_device_waits(known.copy(), {0, 1}, members, all_stand=True)
     (verdict,) = hangs(made, members, groups, before_ns=1_000)
     assert (verdict.syndrome, verdict.ranks, verdict.seq) == (Syndrome.MISMATCH, (3,), 4)
+    same = known.copy()
+    same["elements"][3] = same["elements"][0]  # as many elements of another shape
+    assert not any(
+        each.syndrome is Syndrome.MISMATCH
+        for each in hangs(infer_device_waits(same, {0, 1}, members, all_stand=True), members, groups, before_ns=1_000)
+    )
     known["entered"][7] -= 1  # a rank that others wait for comes first: calls before may differ and have ended
     made = infer_device_waits(known, {0, 1}, members, all_stand=True)
     (verdict,) = hangs(made, members, groups, before_ns=1_000)

@@ -17,6 +17,7 @@ from collections.abc import Collection
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.diagnosis.detectors.mismatches import sizes
 from unickpt.diagnosis.detectors.waits import Members
 from unickpt.diagnosis.snapshot.progress import ProgressTable
 
@@ -74,11 +75,11 @@ def _differs(rows: ProgressTable) -> npt.NDArray[np.bool_]:
     """Return for each row of a collective whether members have entered that call in different ways."""
     collective = np.flatnonzero(rows["source"] < 0)
     part = rows[collective]
-    call, way = ["comm", "entered"], ["comm", "entered", "op", "dtype", "shape"]
-    ways = np.unique(part[way])
-    calls, counts = np.unique(ways[call], return_counts=True)
+    calls, group = np.unique(part[["comm", "entered"]], return_inverse=True)
+    columns = (group, part["op"], part["dtype"], sizes(part, group))
+    ways = np.unique(np.stack([each.astype(np.uint64) for each in columns], axis=1), axis=0)
     out = np.zeros(len(rows), bool)
-    out[collective] = np.isin(part[call], calls[counts > 1])
+    out[collective] = (np.bincount(ways[:, 0].astype(np.intp), minlength=len(calls)) > 1)[group]
     return out
 
 

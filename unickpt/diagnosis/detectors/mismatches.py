@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import numpy.typing as npt
 
 from unickpt.diagnosis.detectors.verdicts import CallVariant, Syndrome, Verdict
 from unickpt.diagnosis.detectors.waits import Groups, group_of
@@ -27,13 +28,24 @@ def mismatches(rows: ProgressTable, groups: Groups) -> list[Verdict]:
         return []
     first = np.flatnonzero(np.concatenate([[True], (np.diff(rows["comm"]) != 0) | (np.diff(seq) != 0)]))
     group = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(rows))))
-    flat = np.logical_and.reduceat(np.isin(rows["op"], _FLAT) & (rows["elements"] > 0), first)  # all members, and all known
-    sent = np.where(flat[group], rows["elements"], rows["shape"])
     differs, waits = np.zeros(len(first), bool), np.zeros(len(first), bool)
-    for column in (rows["op"], rows["dtype"], sent):
+    for column in (rows["op"], rows["dtype"], sizes(rows, group)):
         differs[group[column != column[first][group]]] = True
     waits[group[rows["blocked"] > 0]] = True
     return [_mismatch(rows[group == at], int(seq[first[at]]), groups) for at in np.flatnonzero(differs & waits).tolist()]
+
+
+def sizes(rows: ProgressTable, group: npt.NDArray[np.intp]) -> npt.NDArray[np.uint64]:
+    """Return what counts of the size of each row's call: the number of elements, or else the hash of the shape.
+
+    Args:
+        rows: positions of ranks in calls.
+        group: for each row, the number of the call that it is compared in. Of a call, all members are compared alike.
+    """
+    flat = np.ones(int(group.max(initial=-1)) + 1, bool)
+    np.logical_and.at(flat, group, np.isin(rows["op"], _FLAT) & (rows["elements"] > 0))  # all members, and all known
+    found: npt.NDArray[np.uint64] = np.where(flat[group], rows["elements"], rows["shape"])
+    return found
 
 
 def _mismatch(rows: ProgressTable, seq: int, groups: Groups) -> Verdict:
