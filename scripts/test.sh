@@ -4,7 +4,7 @@
 #   scripts/test.sh [arguments of pytest]           in .venv-test, with all frameworks
 #   scripts/test.sh --unit [arguments of pytest]    in .venv-unit, with the core and torch: tests that need no framework
 #
-# Environment variables: see venv.sh. Without arguments it runs everything, with three workers that share the files.
+# Environment variables: see venv.sh. Without arguments it runs everything, with two workers that share the files.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/venv.sh
@@ -14,7 +14,7 @@ if [ "${1:-}" = --unit ]; then
   shift
 fi
 use_venv $extras $venv
-[ $# -gt 0 ] || set -- -n 3 --dist loadfile --no-loadscope-reorder
+[ $# -gt 0 ] || set -- -n 2 --dist loadfile --no-loadscope-reorder
 paths=""
 for each in "$@"; do [ ! -e "${each%%::*}" ] || paths=yes; done
 [ -n "$paths" ] || set -- "${tests[@]}" "$@" # options alone, such as -k NAME, do not change which folders are looked into

@@ -1,12 +1,18 @@
-"""Releases of frameworks that do not exist yet: copies of the installed ones with another version and other source."""
+"""Releases of frameworks that do not exist yet: copies of the installed ones with another version and other source.
+
+CI runs one of them, ``UNICKPT_FULL_MATRIX=1`` all.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 from tests.support.needs import needs
 from tests.support.repository import REPO
@@ -63,6 +69,7 @@ def run(code: str, place: Path, folder: Path, **env: str) -> subprocess.Complete
     )  # fmt: skip
 
 
+FULL = pytest.mark.skipif(os.environ.get("UNICKPT_FULL_MATRIX") != "1", reason="UNICKPT_FULL_MATRIX=1 runs it")
 DEEPSPEED_VERSION = {"git_version_info_installed.py": ("version='0.", "version='7.")}
 MEGATRON_VERSION = {"core/package_info.py": ("MAJOR = 0", "MAJOR = 7")}
 
@@ -78,6 +85,7 @@ def test_a_deepspeed_with_other_source_is_used_after_a_self_test(tmp_path: Path)
     assert (tmp_path / "tag" / "manifest.json").exists()
 
 
+@FULL
 @needs("deepspeed")
 def test_a_deepspeed_that_unickpt_does_not_understand_keeps_its_own_behaviour(tmp_path: Path) -> None:
     other = {"runtime/engine.py": ("self.checkpoint_engine", "self.ckpt_engine")}
@@ -94,6 +102,7 @@ def test_a_deepspeed_that_unickpt_does_not_understand_keeps_its_own_behaviour(tm
     assert "UnsupportedFrameworkError" in done.stderr
 
 
+@FULL
 @needs("megatron")
 def test_a_megatron_with_other_source_is_used_after_a_self_test(tmp_path: Path) -> None:
     other = {
