@@ -179,3 +179,12 @@ def test_without_a_home_directory_results_are_in_a_temporary_folder(tmp_path: Pa
     monkeypatch.setenv(self_test.CACHE, str(tmp_path / "file"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert self_test.cache_folder().parent == tmp_path
+
+
+def test_a_self_test_that_cannot_run_is_a_reason_and_no_error(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a full disk, or a file system without locks: training goes on with the framework's own functions."""
+    (program / "file").touch()
+    monkeypatch.setattr(self_test, "cache_folder", lambda: program / "file")
+    reason = hooks.self_test("it_self_test", "It")("2.1", ["f"])
+    assert reason.startswith("its self-test cannot run (NotADirectoryError")
+    assert "UNICKPT_CACHE" in reason
