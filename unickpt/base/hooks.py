@@ -230,7 +230,7 @@ def self_test(module: str, framework: str) -> Verify:
         from unickpt.base.self_test import verified  # rarely needed
 
         logger.warning(
-            "unickpt: %s %s is newer than this release, and functions that unickpt wraps have changed. A self-test runs now.",
+            "unickpt: %s %s was not tested, and functions that unickpt wraps have changed. A self-test runs now.",
             framework, version,
         )  # fmt: skip
         try:
