@@ -36,7 +36,7 @@ def test_reports_of_a_real_job(tmp_path: Path) -> None:
     assert data[1] >= 4 * 6 - 1  # micro-batches of 6 ms each
     assert data[3] >= 0
     own = np.nanmedian(table.values["own"], axis=1) / MS
-    assert own[3] - own[2] > 3 * 4 * 4 / 2  # sleeps of 4 ms in 3 layers of 4 micro-batches
+    assert own[3] >= 3 * 4 * 4  # sleeps of 4 ms in 3 layers of 4 micro-batches; a busy machine adds to every rank's own time
     write_trace(view, tmp_path / "trace.json.gz")
     events = trace_events(tmp_path / "trace.json.gz")
     assert len([e for e in events if e["ph"] == "f"]) == len(transfer_times(view).source)
