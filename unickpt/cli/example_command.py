@@ -27,6 +27,7 @@ _EXAMPLES = {
     "configs/megatron/pretrain-memory.args": "Megatron: checkpoints in the memory of the hosts, and some on disk",
     "configs/launch/slurm.sbatch": "Slurm: a job that goes on when hosts are lost, for torchrun --rdzv-backend unickpt",
     "configs/launch/kubeflow-pytorchjob.yaml": "Kubernetes: the same as a PyTorchJob of the Kubeflow training operator",
+    "configs/launch/Containerfile": "container image with unickpt and DeepSpeed, from a wheelhouse without a network",
     "configs/monitoring/grafana-unickpt.json": "Grafana: a dashboard of steps, hosts, verdicts, downtime and memory",
     "configs/monitoring/prometheus-alerts.yaml": "Prometheus: alerts about hangs, slow ranks, parked hosts, restarts",
     "examples/deepspeed_resume.py": "DeepSpeed script that goes on with any number of ranks",
