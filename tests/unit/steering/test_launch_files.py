@@ -21,7 +21,7 @@ yaml: Any = pytest.importorskip("yaml")
 
 FILES = REPO / "configs/launch"
 PAGE = (REPO / "docs/guides/my-job-on-64-hosts.md").read_text()
-VARIABLES = {"$MIN_NODES": "60", "$SLURM_JOB_NUM_NODES": "64", "$SHARED": "/shared", "$ENDPOINT": "h:1", "$SLURM_JOB_ID": "7"}
+VARIABLES = {"$NODES": "60:64", "$PROCESSES": "8", "$SHARED": "/shared", "$ENDPOINT": "h:1", "$JOB": "7"}
 
 
 def torchruns() -> dict[str, list[str]]:
