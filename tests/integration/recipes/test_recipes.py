@@ -41,7 +41,8 @@ def test_a_recipe_does_what_it_prints(page: Path, tmp_path: Path) -> None:
     elif page.stem.startswith("slurm") and not ("SLURM_CONF" in os.environ and shutil.which("sbatch")):
         pytest.skip("evidence/one_machine_slurm.sh starts a Slurm for it")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    follow(page, tmp_path, environment(PATH=path, DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1", PYTHONPATH=packages))
+    env = environment(PATH=path, DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1", PYTHONPATH=packages)
+    follow(page, tmp_path, env, timeout_s=1800)
 
 
 def test_what_is_expected_is_compared_and_what_cannot_run_is_not_typed(tmp_path: Path) -> None:
