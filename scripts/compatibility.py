@@ -11,18 +11,13 @@ from typing import Any
 import tomllib
 from packaging.requirements import Requirement
 
-import ds_unickpt.framework.versions
-import ds_unickpt.trainer.trainer_hooks
-import megatron_unickpt.framework.versions
+from unickpt.cli.doctor import declared
 
 REPO = Path(__file__).resolve().parent.parent
 FACTS = REPO / "docs" / "compatibility.toml"
 PAGE = REPO / "docs" / "start" / "compatibility.md"
-_ADAPTERS = {
-    "deepspeed": ds_unickpt.framework.versions.VERSIONS,
-    "megatron": megatron_unickpt.framework.versions.VERSIONS,
-    "transformers": ds_unickpt.trainer.trainer_hooks.VERSIONS,
-}
+# Of each framework, without an import of it: ``scripts/test.sh --unit`` has none.
+_ADAPTERS = {each.hook.name.partition(".")[0]: each.hook.versions for each in declared.read()}
 _BEGINNING = """\
 <!-- Generated, do not edit: docs/compatibility.toml, then python scripts/make_docs.py -->
 # Compatibility

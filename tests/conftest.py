@@ -1,5 +1,6 @@
 """For all tests."""
 
+import gc
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -22,6 +23,12 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if any(item.path.is_relative_to(folder) for folder in WITHOUT_FRAMEWORK) and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(HANGS_AFTER_S))
+
+
+def pytest_collection_finish() -> None:
+    """Collections look at what tests make, and not at all modules: half a second each, in a process that has imported torch."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

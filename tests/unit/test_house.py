@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -62,18 +64,52 @@ def test_import_directions() -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-def _imports(path: Path) -> Iterator[str]:
-    """Yield the dotted names that a file imports, also inside functions and in programs that are string literals."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield from _PROGRAM_IMPORT.findall(node.value)
+class _File(NamedTuple):
+    """What the tests below look at. Names, and no nodes: a thousand trees would slow every garbage collection.
+
+    Attributes:
+        imports: dotted names that it imports, also inside functions and in programs that are string literals.
+        members: of ``from``-imports: module and name.
+        defined: names that it defines, sets or imports, at any depth.
+        commands: string literals that are names of modules in ``evidence``.
+    """
+
+    imports: tuple[str, ...]
+    members: tuple[tuple[str, str], ...]
+    defined: frozenset[str]
+    commands: tuple[str, ...]
 
 
 _PROGRAM_IMPORT = re.compile(r"(?:^|[;\n])\s*(?:from|import) ((?:tests|evidence|scripts|benchmarks|examples)[\w.]*)")
+
+
+@functools.cache
+def _read(path: Path) -> _File:
+    imports: list[str] = []
+    members: list[tuple[str, str]] = []
+    defined: set[str] = set()
+    commands: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            defined |= {alias.asname or alias.name for alias in node.names}
+        if isinstance(node, ast.Import):
+            imports += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            imports += [f"{node.module}.{alias.name}" for alias in node.names]
+            members += [(node.module or "", alias.name) for alias in node.names]
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defined.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            imports += _PROGRAM_IMPORT.findall(node.value)
+            commands += [node.value] * bool(re.fullmatch(r"evidence(\.\w+)+", node.value))
+    return _File(tuple(imports), tuple(members), frozenset(defined), tuple(commands))
+
+
+@functools.cache
+def _files(folder: str) -> list[Path]:
+    return sorted((REPO / folder).rglob("*.py"))
 
 
 def _found_imports(folders: Iterable[str], wanted: str) -> list[str]:
@@ -81,8 +117,8 @@ def _found_imports(folders: Iterable[str], wanted: str) -> list[str]:
     return [
         f"{path.relative_to(REPO)}: {name}"
         for folder in folders
-        for path in sorted((REPO / folder).rglob("*.py"))
-        for name in _imports(path)
+        for path in _files(folder)
+        for name in _read(path).imports
         if re.match(wanted, name)
     ]
 
@@ -103,46 +139,33 @@ def test_only_tests_and_evidence_import_tests() -> None:
 def test_nothing_imports_or_runs_evidence() -> None:
     """Its commands take minutes to hours. What a test needs of them belongs to ``tests/jobs`` or ``tests/support``."""
     assert _found_imports([*_PRODUCT, "tests"], r"evidence(\.|$)") == []
-    commands = [
-        f"{path.relative_to(REPO)}: {node.value}"
-        for path in sorted((REPO / "tests").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"evidence(\.\w+)+", node.value)
-    ]
+    commands = [f"{path.relative_to(REPO)}: {text}" for path in _files("tests") for text in _read(path).commands]
     assert commands == []
-
-
-def _defined(tree: ast.Module) -> set[str]:
-    """Return the names that a module defines or imports, at any depth."""
-    found = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    found |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    imports = (node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)))
-    return found | {alias.asname or alias.name for node in imports for alias in node.names}
 
 
 def test_commands_that_no_test_runs_import_what_exists() -> None:
     """mypy does not read them, and an editable installation of another checkout may hide a module that has moved."""
-    known: dict[str, set[str] | None] = {}
 
-    def names_of(module: str) -> set[str] | None:
-        if module not in known:
-            place = REPO / module.replace(".", "/")
-            file = next((each for each in (place.with_suffix(".py"), place / "__init__.py") if each.exists()), None)
-            known[module] = None if file is None else _defined(ast.parse(file.read_text()))
-        return known[module]
+    @functools.cache
+    def names_of(module: str) -> frozenset[str] | None:
+        place = REPO / module.replace(".", "/")
+        file = next((each for each in (place.with_suffix(".py"), place / "__init__.py") if each.exists()), None)
+        return None if file is None else _read(file).defined
 
-    wrong = []
-    for folder in ("evidence", "benchmarks", "scripts", "examples", "tests"):
-        for path in sorted((REPO / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
-                if module.partition(".")[0] not in _OURS or module.startswith("tests.unit_tests"):  # Megatron's own
-                    continue
-                names = names_of(module)
-                absent = [each.name for each in node.names if each.name not in (names or ())]  # type: ignore[attr-defined]
-                absent = [each for each in absent if names_of(f"{module}.{each}") is None and module != "unickpt"]
-                wrong += [f"{path.relative_to(REPO)}: {module}.{each}" for each in absent if not each.startswith("_")]
-    assert not wrong
+    def exists(module: str, name: str) -> bool:
+        return name in (names_of(module) or ()) or names_of(f"{module}.{name}") is not None
+
+    assert not [
+        f"{path.relative_to(REPO)}: {module}.{name}"
+        for folder in ("evidence", "benchmarks", "scripts", "examples", "tests")
+        for path in _files(folder)
+        for module, name in _read(path).members
+        if module.partition(".")[0] in _OURS
+        and not module.startswith("tests.unit_tests")  # Megatron's own
+        and module != "unickpt"
+        and not name.startswith("_")
+        and not exists(module, name)
+    ]
 
 
 def test_integration_has_only_tests() -> None:
