@@ -15,12 +15,13 @@ import torch
 
 import unickpt
 from tests.support import handmade
+from tests.support.forked_jobs import fork_ranks
 from tests.support.opened_files import opened_files
 from tests.support.repository import REPO
 from unickpt.base.errors import MismatchError, SaveFailedError
 from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.storage.open import open_storage
-from unickpt.testing.launch import environment, torchrun
+from unickpt.testing.launch import environment
 
 STATE = {"layer.weight": torch.arange(32.0).reshape(8, 4), ("layer.weight", "exp_avg"): torch.full((8, 4), 0.5)}
 
@@ -61,7 +62,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_the_example_saves_on_two_ranks_and_loads_on_one(tmp_path: Path) -> None:
-    torchrun(2, "examples.python_api", "save", str(tmp_path))
+    fork_ranks(2, "examples.python_api", "save", str(tmp_path))
     command = [sys.executable, "-m", "examples.python_api", "load", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=REPO, timeout=300)
     assert done.returncode == 0, done.stderr
