@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -110,7 +111,7 @@ class Matching:
             self.stored[tensor.name] = source
             return True
         what = f"{shape} in the checkpoint, {tensor.shape} in this job" if rows is None else rows.refused
-        self.shapes.append(f"{tensor.name}: {what}{_remedy(self.known[source].kind, shape, tensor.shape)}")
+        self.shapes.append(f"{tensor.name}: {what}{_remedy(tensor.name, self.known[source].kind, shape, tensor.shape)}")
         return False
 
     def other_padding(self, name: str) -> str:
@@ -121,7 +122,7 @@ class Matching:
 
     def _absent(self, tensor: OwnTensor, optimizer: bool) -> None:
         if tensor.name in self._excluded and not tensor.trained and not self.strict:
-            reason = "excluded when it was saved (exclude_frozen_parameters): keeps its initial value"
+            reason = "frozen, and left out when it was saved: keeps the value that this job's model has (from_pretrained)"
             self.report.add(tensor.name, "weight", "left out", reason)
         elif self.strict or (tensor.trained and optimizer):
             # Also if strict is off, as in Trainer for every PEFT model: a job does not resume if a trained parameter keeps
@@ -204,6 +205,8 @@ class Matching:
         if not lines:
             return
         hint = ""
+        if not set(self.stored) or len(self.shapes) > len(self.stored):
+            hint += " Most tensors differ, so this is probably another model: compare the name of the model and the folder."
         excluded = self._excluded.intersection(self.missing)
         if excluded:
             hint = f" exclude_frozen_parameters=True left out {len(excluded)} of them."
@@ -215,10 +218,13 @@ class Matching:
         )
 
 
-def _remedy(kind: str, stored: tuple[int, ...], own: tuple[int, ...]) -> str:
+_OF_TOKENS = re.compile("embed|wte|vocab|lm_head|output", re.IGNORECASE)
+
+
+def _remedy(name: str, kind: str, stored: tuple[int, ...], own: tuple[int, ...]) -> str:
     """Return what helps against another shape, as the end of its line: '' if only another model does."""
     if kind == "buffer":
         return " (a buffer, whose shape follows from the settings of the model: use those of the saved job)"
-    if len(stored) == len(own) > 0 and stored[1:] == own[1:]:
+    if _OF_TOKENS.search(name) and len(stored) == len(own) > 0 and stored[1:] == own[1:]:
         return " (if the rows are tokens, 'unickpt edit --vocabulary' gives the checkpoint another number of them)"
     return ""

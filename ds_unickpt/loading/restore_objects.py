@@ -259,7 +259,7 @@ class RestoredObjects:
             framework = self.checkpoint.manifest.writer.framework
             self._object("rng", "left out", f"generators of {framework} have no counterpart: this job's own keep their state")
         elif first is None or own is None:
-            self._object("rng", "left out", "none was saved")
+            self._object("rng", "left out", "the checkpoint has none. Trainer loads its own, rng_state_*.pth, beside it")
         elif source.rank < world:
             missing = rng.restore(own)
             if missing:

@@ -117,7 +117,7 @@ class InTrainerFolder(OnDisk):
         """Mark the folder as damaged: this load cannot fall back, because Trainer has read its own state from the folder."""
         if self.first:
             trainer_folders.note_damage(self.folder, str(error))
-        advice = trainer_folders.advice(self.folder) or "No other folder of this run can be resumed."
+        advice = trainer_folders.advice(self.folder) or "No other folder of this run can be resumed: start anew without it."
         text = f"{error} {self.folder} is marked as damaged, so resume_from_checkpoint=True skips it from now on. {advice}"
         return type(error)(text).about(file=error.file, tensor=error.tensor)
 

@@ -45,7 +45,9 @@ class ResumeFolder:
         """Return the log line about folders that cannot be resumed; '' if the newest one is used."""
         if not self.passed_over:
             return ""
-        reasons = "; ".join(f"{os.path.basename(folder)} cannot be resumed: {reason}" for folder, reason in self.passed_over)
+        reasons = "; ".join(
+            f"{os.path.basename(folder)} cannot be resumed: {reason.rstrip('.')}" for folder, reason in self.passed_over
+        )
         if self.folder is None:
             return f"{reasons}. No checkpoint is left to resume from."
         return f"{reasons}. Resuming from {self.folder} instead."

@@ -12,7 +12,7 @@ from ds_unickpt.checkpoint_engine import UnickptCheckpointEngine, ours_for
 from ds_unickpt.compressing import optimizer_residuals
 from ds_unickpt.framework import internals
 from ds_unickpt.loops import callers
-from ds_unickpt.saving import capture, hints
+from ds_unickpt.saving import capture, committed
 from unickpt.base.errors import CoordinationError, SaveFailedError
 from unickpt.base.logs import logger
 from unickpt.checkpoint.coordination.failure import FailureKind, sentence
@@ -221,7 +221,7 @@ def request_of(
         forget=state.forget,
         must_match={"exclude_frozen_parameters": bool(exclude_frozen)},
         claim=ours.owners.claim(ours.owner, replaces=True),
-        on_commit=hints.leave_readme,
+        on_commit=committed.complete,
         on_end=lambda save: _ended(ours, save, tier or split(save.directory)[0]),
     )
 

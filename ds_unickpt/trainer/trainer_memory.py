@@ -22,7 +22,7 @@ import torch
 from ds_unickpt.checkpoint_engine import TrainerSave, UnickptCheckpointEngine, ours_of
 from ds_unickpt.framework import internals
 from ds_unickpt.loops import trainer_folders
-from ds_unickpt.saving import hints
+from ds_unickpt.saving import committed
 from ds_unickpt.saving.save_checkpoint import request_of
 from unickpt.base.errors import CoordinationError, FormatError, SaveFailedError
 from unickpt.base.logs import logger
@@ -217,7 +217,7 @@ def write_files(folder: Path, files: Files) -> None:
 
 
 def _committed(directory: str) -> None:
-    hints.leave_readme(directory)
+    committed.complete(directory)
     write_back(directory)
 
 

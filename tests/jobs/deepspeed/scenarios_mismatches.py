@@ -39,6 +39,23 @@ def without_the_key_the_error_of_a_load_names_the_format_and_the_remedy(folder: 
 
 
 @scenario(2)
+def deepspeed_alone_does_not_load_what_it_had_saved_under_the_tag_of_a_later_checkpoint(folder: Path) -> None:
+    place, files = folder / "run", "*_states.pt"
+    stock = build(here(2), seed=1, unickpt={})
+    train(stock, 1)
+    stock.save_checkpoint(str(place), tag="step1")
+    assert list((place / "step1").glob(files))
+    dist.barrier()
+    engine = build(here(2), seed=2)
+    train(engine, 2)
+    assert engine.save_checkpoint(str(place), tag="step1")
+    assert not list((place / "step1").glob(files))
+    again = build(here(2), seed=3)
+    assert again.load_checkpoint(str(place))[0] is not None
+    assert again.global_steps == 2
+
+
+@scenario(2)
 def the_refusal_of_a_stock_checkpoint_has_the_command_that_helps(folder: Path) -> None:
     """With and without the key. The error keeps DeepSpeed's class. What the command makes is what DeepSpeed saved."""
     stock, place = build(here(2), seed=1, unickpt={}), folder / "stock"

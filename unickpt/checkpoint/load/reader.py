@@ -254,6 +254,5 @@ def check(fragment: Fragment, checksum: int, path: str) -> None:
     if checksum != fragment.checksum:
         raise CorruptCheckpointError(
             f"{path}: checksum of {fragment.info.name} ({fragment.info.state}) {fragment.box} differs from the index: "
-            f"the file is damaged at bytes {fragment.offset:,} to {fragment.end:,}. "
-            "Resume from an older checkpoint."
+            f"the file is damaged at bytes {fragment.offset:,} to {fragment.end:,}"
         ).about(file=path, tensor=fragment.info.name)

@@ -230,7 +230,8 @@ def resume(
         skipped += found.notes
         if not found.directory:
             if tried or skipped:
-                raise CorruptCheckpointError(f"no complete checkpoint is left in {where}: " + "; ".join(skipped))
+                reasons = _ended("; ".join(skipped))
+                raise CorruptCheckpointError(f"no complete checkpoint is left in {where}: {reasons} {_WITHOUT_OTHERS}")
             return nothing(found)
         tried = True
         try:
@@ -241,9 +242,12 @@ def resume(
             advised = _advised(exchange, error, found, where) if is_damage(failures) else error
             raise advised from error.__cause__
         reason = error_of(failures, where=found.directory) if not isinstance(error, UnickptError) else error
-        skipped.append(f"{found.directory}: {reason}")
+        skipped.append(str(reason) if found.directory in str(reason) else f"{found.directory}: {reason}")
         if exchange.rank == 0:
             logger.warning("unickpt: %s cannot be used: %s Looking for an older one.", found.directory, _ended(str(reason)))
+
+
+_WITHOUT_OTHERS = "Copy the files back if there is another copy of them, or start anew."
 
 
 def _offered(offer: Callable[[], Offer], where: str) -> Offer:
@@ -269,7 +273,8 @@ def _advised(exchange: MessageExchange, error: Exception, offer: Offer, where: s
             }
         others = others or {"whole": []}
     found = exchange.broadcast("whole", others)["whole"]
-    if not found or not isinstance(error, UnickptError):
+    if not isinstance(error, UnickptError):
         return error
-    text = f"{_ended(str(error))} Complete checkpoints in {where}, newest first: {some(found)}."
+    others_are = f"Resume from a complete checkpoint in {where}, newest first: {some(found)}." if found else _WITHOUT_OTHERS
+    text = f"{_ended(str(error))} {others_are}"
     return type(error)(text).about(file=error.file, tensor=error.tensor)

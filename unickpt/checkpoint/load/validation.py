@@ -53,7 +53,7 @@ def check_files(storage: Storage, manifest: Manifest) -> None:
         elif size != record.size_bytes:
             problems.append(f"{record.path} has {size:,} bytes, expected {record.size_bytes:,}")
     if problems:
-        raise CorruptCheckpointError(f"{storage}: {some(problems, separator='; ')}. Resume from an older checkpoint.")
+        raise CorruptCheckpointError(f"{storage}: {some(problems, separator='; ')}")
 
 
 def read_index(storage: Storage, manifest: Manifest) -> Index:

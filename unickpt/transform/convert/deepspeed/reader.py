@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from unickpt.base.errors import FormatError
+from unickpt.base.listing import some
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord, Writer, merge_optimizers
@@ -136,9 +137,13 @@ class _NativeReader(ShardCollector):
             return merge_optimizers(None, [record for record in found if record is not None])
         expected = self.number("dp_world_size")
         if first_missing(rank.optimizers) is not None or (expected and expected != len(rank.optimizers)):
+            count = expected or max(rank.optimizers) + 1
+            missing = [f"{at}" for at in range(count) if at not in rank.optimizers]
+            lacks = f": those of data parallel ranks {some(missing)} are missing" if missing else ""
             raise FormatError(
-                f"{self.folder}: model parallel rank {rank.number} has {len(rank.optimizers)} files of optimizer states, "
-                f"expected {expected or max(rank.optimizers) + 1}"
+                f"{self.folder}: model parallel rank {rank.number} has {len(rank.optimizers)} files of optimizer states "
+                f"(*_optim_states.pt), expected {count}{lacks}. Copy the files of all hosts into the folder, or convert an "
+                "older checkpoint"
             )
         records = []
         done: dict[str, int] = {}

@@ -164,10 +164,12 @@ def _check_adapters(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> None
     where = checkpoint.storage
     frozen = bool(checkpoint.manifest.excluded)
     base = "Convert the base model ('unickpt convert BASE_MODEL BASE'), then merge" if frozen else "Merge"
-    more = " --lora-base BASE" if frozen else ""
+    more, config = (" --lora-base BASE", "") if frozen else ("", " --config BASE_MODEL")
+    beside = Path(str(where)).parent  # checkpoint-N of Trainer has the configuration of the adapters
+    adapter = beside if (beside / "adapter_config.json").is_file() else "ADAPTER_FOLDER"
     raise MismatchError(
         f"{where}: contains peft adapters ({adapters[0]}), which transformers would ignore. {base}: 'unickpt edit "
-        f"{where} MERGED --merge-lora --lora-config ADAPTER_FOLDER{more}'; then export MERGED with --config BASE_MODEL"
+        f"{where} MERGED --merge-lora --lora-config {adapter}{more}'; then 'unickpt export MERGED OUT{config}'"
     )
 
 
