@@ -45,10 +45,10 @@ def keep_batch(config: MutableMapping[str, Any], arguments: Any) -> bool:
     total = config.get(_TOTAL)
     given = total if type(total) is int else None
     asked = Asked(given, int(arguments.per_device_train_batch_size), tolerance=options.batch_tolerance)
-    batch = planned(asked, saved, int(arguments.world_size))
+    batch = planned(asked, saved, _ranks(arguments))
     if batch is None or batch.accumulation == arguments.gradient_accumulation_steps:
         return True
-    if arguments.process_index == 0:
+    if os.environ.get("RANK", str(arguments.process_index)) == "0":
         make_visible()
         before = arguments.gradient_accumulation_steps
         logger.info(
@@ -61,6 +61,11 @@ def keep_batch(config: MutableMapping[str, Any], arguments: Any) -> bool:
     if given is not None:
         config[_TOTAL] = batch.total
     return True
+
+
+def _ranks(arguments: Any) -> int:
+    """Return the number of ranks. Without GPU and ``use_cpu``, TrainingArguments know of one until DeepSpeed has begun."""
+    return max(int(arguments.world_size), int(os.environ.get("WORLD_SIZE", 1)))
 
 
 def options_of(config: Any) -> Options | None:
