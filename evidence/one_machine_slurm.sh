@@ -41,7 +41,7 @@ names="127.0.0.1 node0 node1 node2 node3 # $here"
 grep -qF "$names" /etc/hosts || echo "$names" >>/etc/hosts # the endpoint is the name of a node
 end() {
   scontrol shutdown || true
-  pkill -f "^slurmd -N node[0-3] -f $SLURM_CONF" || true # those of nodes that are down do not hear it
+  pkill -9 -f "^slurmd -N node[0-3] -f $SLURM_CONF" || true # those of nodes that are down do not hear it
   [ ! -f "$here/munge/pid" ] || kill "$(cat "$here/munge/pid")"
   sed "\|# $here\$|d" /etc/hosts >"$here/hosts" && cat "$here/hosts" >/etc/hosts
 }
