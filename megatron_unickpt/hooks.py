@@ -20,6 +20,7 @@ from megatron_unickpt.measuring import precision
 from megatron_unickpt.runtime import Purpose, Runtime
 from unickpt.base import hooks
 from unickpt.base.hooks import Hook
+from unickpt.base.switch import switch
 
 SERIALIZATION = "megatron.core.dist_checkpointing.serialization"
 ASYNC = "megatron.core.dist_checkpointing.strategies.async_utils"
@@ -56,15 +57,17 @@ def _late(function: str, *bound: Any, of_instance: bool = False) -> Callable[...
 def _save(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
     given = _arguments(wrapped, args, kwargs)
     strategy = given["sharded_strategy"]
-    from megatron_unickpt.dist_checkpointing import saving, strategies
+    from megatron_unickpt.dist_checkpointing import saving, strategies, switched
     from megatron_unickpt.framework import marks
 
     inner = strategies.unwrap(strategy)
     if strategy == (marks.BACKEND, marks.VERSION) or runtime.call.purpose is Purpose.SAVE:
         inner = strategies.UnickptSaveStrategy()
-    if not isinstance(inner, strategies.UnickptSaveStrategy):
+    ours = isinstance(inner, strategies.UnickptSaveStrategy)
+    if not ours and (runtime.call.purpose is not None or not switch().saves):
         return wrapped(*args, **kwargs)
-    return saving.save(
+    save = partial(
+        saving.save,
         runtime,
         given["sharded_state_dict"],
         given["checkpoint_dir"],
@@ -72,8 +75,22 @@ def _save(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: A
         asynchronous=given["async_sharded_save"],
         validate_access_integrity=given["validate_access_integrity"],
         preprocess_common=given.get("preprocess_common_before_consistancy_check"),
-        share=inner.share,
     )
+    if ours:
+        return save(share=inner.share)
+    return switched.save(
+        runtime, partial(save, stands_in=True), partial(_natively, wrapped, args, kwargs), strategy=type(inner).__name__,
+        directory=given["checkpoint_dir"],
+    )  # fmt: skip
+
+
+def _natively(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call Megatron's save or load with the optimizers in Megatron's form."""
+    from megatron_unickpt.held_state import optimizer_forms
+
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    bound.arguments["sharded_state_dict"] = optimizer_forms.natively(bound.arguments["sharded_state_dict"])
+    return wrapped(*bound.args, **bound.kwargs)
 
 
 def _load(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
@@ -82,7 +99,7 @@ def _load(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: A
 
     given = _arguments(wrapped, args, kwargs)
     if not runtime.recognises(given["checkpoint_dir"]):
-        return wrapped(*args, **kwargs)
+        return _natively(wrapped, args, kwargs)
     alone = masters.parameters_alone(given["sharded_state_dict"]) if runtime.call.purpose is None else []
     loaded = loading.load(
         runtime,

@@ -25,14 +25,14 @@ from unickpt.checkpoint.checkpoint_folder import (
     iteration_name,
     tracked_iteration,
 )
-from unickpt.checkpoint.format.layout import MARK_FILE
+from unickpt.checkpoint.format.layout import DCP_MARK_FILE, MARK_FILE
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.save import retention
 from unickpt.checkpoint.save.retention import Retention
 from unickpt.checkpoint.storage.base import split
 from unickpt.checkpoint.storage.open import open_storage
 
-_NATIVE_MARKS = (MARK_FILE, ".metadata")  # Megatron writes one of them when a checkpoint of its own is complete
+_NATIVE_MARKS = (MARK_FILE, DCP_MARK_FILE)  # Megatron writes one of them when a checkpoint of its own is complete
 
 
 class Diverted:

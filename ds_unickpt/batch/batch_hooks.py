@@ -11,7 +11,7 @@ from ds_unickpt.edge import RUNTIME
 from ds_unickpt.framework.declaration import declared
 from ds_unickpt.runtime import EngineRuntime
 from unickpt.base.logs import logger
-from unickpt.base.options.declared import KEY
+from unickpt.base.switch import asks
 
 
 def _set_batch(runtime: EngineRuntime, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ def _keep(runtime: EngineRuntime, config: Any) -> None:
     """
     from ds_unickpt.framework.internals import json_of
 
-    if KEY not in json_of(config):
+    if not asks(json_of(config)):
         return
     from ds_unickpt.batch import steered
     from ds_unickpt.batch.batch_plan import Asked, in_place_of, planned

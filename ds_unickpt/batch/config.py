@@ -9,18 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from unickpt.base.errors import ConfigError
-from unickpt.base.options.declared import KEY
 from unickpt.base.options.job import SECTIONS, Options
 from unickpt.base.options.json_section import from_json
+from unickpt.base.switch import asks, section_of
 
 
 def read_options(config: Mapping[str, Any]) -> Options | None:
-    """Return the options of a whole DeepSpeed configuration, or None if it has no ``unickpt`` key.
+    """Return the options of a whole DeepSpeed configuration, or None if neither it nor the environment asks for unickpt.
 
     Raises:
         ConfigError: an unknown option (with the nearest valid one), or a value of the wrong type or out of bounds.
     """
-    return from_json(config[KEY]) if KEY in config else None
+    return from_json(section_of(config)) if asks(config) else None
 
 
 def valid_options(config: Mapping[str, Any] | None) -> Options | None:
@@ -37,5 +37,5 @@ def unused_options(config: Mapping[str, Any]) -> list[str]:
     With ``"enabled": false`` the list is empty: the user has switched checkpoints off. Sections such as ``"timing"``, and
     ``"precision"``, work without it.
     """
-    section = config[KEY]
+    section = section_of(config)
     return [] if "enabled" in section else [key for key in section if key not in (*SECTIONS, "precision")]

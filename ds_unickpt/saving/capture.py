@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -28,10 +26,10 @@ from ds_unickpt.saving.captured_tensors import add_buffers, add_optimized, add_o
 from unickpt import __version__
 from unickpt.base.options.job import Options
 from unickpt.checkpoint.coordination.message_exchange import Message
-from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.checksums import digest
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, Writer
+from unickpt.checkpoint.format.object_encoder import digest_of
 from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.save.fingerprints import fingerprints
 from unickpt.checkpoint.save.shards import Contribution, Shard
@@ -84,7 +82,7 @@ class EngineState(EngineView):
         """Digests of this rank's state. The other ranks compare the coordinator's with their own to find values that differ."""
         replicas = _tensor_parallel_replicas(self)
         return {
-            "client_state": client_state_digest(self.client_state),
+            "client_state": digest_of(dict(self.client_state)),
             "replicas": "".join(fingerprints([p.detach() for _, p in replicas])),
             "buffers": "".join(fingerprints([buffer for _, buffer in stored_buffers(self.names, self.options)])),
             **({} if self.scalars is None else {SCALARS: self.scalars.fingerprint()}),
@@ -94,7 +92,7 @@ class EngineState(EngineView):
         """Return the digests of the coordinator, or that of the client state alone if the state cannot be described."""
         with contextlib.suppress(Exception):  # ``contribution`` raises the same error on all ranks
             return self.digests
-        return {"client_state": client_state_digest(self.client_state)}
+        return {"client_state": digest_of(dict(self.client_state))}
 
     def read(self) -> None:
         """Read what does not depend on the coordinator's announcement."""
@@ -206,16 +204,6 @@ def _held_elements(part: Partition, key: str, value: torch.Tensor) -> list[torch
         return [value]
     flat = value.detach().reshape(-1)
     return [flat.narrow(0, piece.at, piece.hi - piece.lo) for piece in part.held(key)]
-
-
-def client_state_digest(client_state: Mapping[str, Any]) -> str:
-    """Return a digest of a client state. Ranks compare digests instead of the states themselves."""
-    encoded = objects.encode(dict(client_state), prefix="client")
-    digest = hashlib.sha256(json.dumps(encoded.value, sort_keys=True).encode())
-    for key, tensor in encoded.tensors.items():
-        digest.update(key.encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
-    return digest.hexdigest()
 
 
 def writer(view: EngineView) -> Writer:

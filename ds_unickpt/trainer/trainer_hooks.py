@@ -26,8 +26,8 @@ from ds_unickpt.runtime import EngineRuntime
 from unickpt.base import hooks
 from unickpt.base.hooks import Hook
 from unickpt.base.logs import logger
-from unickpt.base.options.declared import KEY
 from unickpt.base.options.job import Options
+from unickpt.base.switch import asks
 
 if TYPE_CHECKING:
     from ds_unickpt.loops.trainer_folders import ResumeFolder
@@ -130,7 +130,7 @@ def _load_state(wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> 
 def _keep_batch(runtime: EngineRuntime, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrap ``HfTrainerDeepSpeedConfig.trainer_config_process``, which copies the arguments into the configuration."""
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    if KEY in instance.config and not given.get("auto_find_batch_size"):
+    if asks(instance.config) and not given.get("auto_find_batch_size"):
         from ds_unickpt.trainer import trainer_steering
 
         runtime.reads_batch |= trainer_steering.keep_batch(instance.config, given["args"])
@@ -140,7 +140,7 @@ def _keep_batch(runtime: EngineRuntime, wrapped: Callable[..., Any], instance: A
 def _train(runtime: EngineRuntime, wrapped: Callable[..., Any], trainer: Any, args: Any, kwargs: Any) -> Any:
     """Wrap ``Trainer.train``, which every rank calls."""
     config = _config()
-    if config is None or KEY not in config or not getattr(trainer, "is_deepspeed_enabled", False):
+    if config is None or not asks(config) or not getattr(trainer, "is_deepspeed_enabled", False):
         return wrapped(*args, **kwargs)
     from ds_unickpt.trainer import trainer_steering
 
@@ -248,7 +248,7 @@ def _enabled() -> bool:
 def _options() -> Options | None:
     """Return the options of this job's DeepSpeed configuration, which transformers holds; None if unickpt is off."""
     config = _config()
-    if config is None or KEY not in config:
+    if config is None or not asks(config):
         return None
     from ds_unickpt.trainer import trainer_steering
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import megatron.core
@@ -48,13 +48,17 @@ def optimizer_parts(state: Any) -> list[OptimizerPart]:
     return found
 
 
-def contribution(state: Any, common: Any, *, share: bool = True) -> Contribution:
+def contribution(
+    state: Any, common: Any, *, own: Mapping[str, Any] | None = None, share: bool = True, directory: str = ""
+) -> Contribution:
     """Return the contribution of this rank to the checkpoint.
 
     Args:
         state: sharded state dict, including factories. Not changed.
         common: part of the state dict that is neither sharded nor local (``mapping.common``).
+        own: values of the common state that are not those of rank 0.
         share: divide equal copies among the data parallel ranks. False: the first rank writes them.
+        directory: of the checkpoint. Its name has the step if the common state has none.
     """
     found = list(sharded_tensors.sharded(state))
     held = description(found, share=share)
@@ -70,8 +74,9 @@ def contribution(state: Any, common: Any, *, share: bool = True) -> Contribution
             for f in found
             if isinstance(f.item, ShardedObject) and sharded_tensors.is_main(f.item.replica_id)
         },
-        step=step_of(common),
+        step=step_of(common, directory),
         writer=writer(common.get(VOCABULARY) if isinstance(common, dict) else None),
+        rank_objects={COMMON: own} if own else {},
         optimizer=record if first else None,
         optimizer_part=None if first else record,
         objects={COMMON: readable(common), "grad_scaler": scalers[0] if scalers else None} if first else {},

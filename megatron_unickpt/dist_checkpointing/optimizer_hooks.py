@@ -12,8 +12,10 @@ from megatron.core.dist_checkpointing.mapping import CheckpointingException, Sha
 from megatron_unickpt.framework.optimizer_internals import unsupported_reason
 from megatron_unickpt.held_state import optimizer
 from megatron_unickpt.held_state.hyperparameters import OptimizerPart
-from megatron_unickpt.runtime import Purpose, Runtime
+from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
+from unickpt.base.errors import UnsupportedLayoutError
 from unickpt.base.logs import logger
+from unickpt.base.switch import switch
 from unickpt.transform.convert.megatron import keys
 
 
@@ -25,29 +27,50 @@ def hooked_state_dict(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap ``optimizer.sharded_state_dict``: return model space if the metadata or the scripts select it.
+    """Wrap ``optimizer.sharded_state_dict``: return model space if the metadata, the scripts or the switch select it.
 
-    Otherwise the result is in Megatron's form, and a save or load of unickpt can still describe it by parameter.
+    Otherwise the result is in Megatron's form, and a save or load of unickpt can still describe it by parameter. Selected by
+    the switch, the state in Megatron's form is made when a save or load of Megatron's own format needs it: it may gather.
     """
     metadata = kwargs.get("metadata") or {}
     by_scripts = runtime.call.purpose in (Purpose.SAVE, Purpose.LOAD)  # 0.12 passes no metadata
+    switched = runtime.call.purpose is None and switch().saves
     selected = metadata.get(keys.MARK) or by_scripts
     reason = unsupported_reason(instance)
-    if not selected:
+    if not selected and not (switched and not reason):
         known = {} if reason or runtime.call.purpose is Purpose.NATIVE else optimizer.items_of(model_sharded_state_dict)
         if not known:
             return wrapped(model_sharded_state_dict, *args, **kwargs)
         return optimizer.MegatronsForm(_in_megatrons_form(wrapped, model_sharded_state_dict, *args, **kwargs), instance, known)
+    native = partial(_natively, runtime, wrapped, model_sharded_state_dict, *args, **kwargs)
     if reason:
-        if runtime.is_news(reason):
-            logger.warning(
-                "unickpt: not supported: %s. Its state is stored as Megatron describes it, and loads only where Megatron's "
-                "own checkpoint would.",
-                reason,
-            )
-        return wrapped(model_sharded_state_dict, *args, **kwargs)
+        return _as_megatron_describes_it(runtime, reason, native)
     is_loading = bool(args[0]) if args else bool(kwargs.get("is_loading", False))
-    return optimizer.sharded_state_dict(instance, model_sharded_state_dict, is_loading=is_loading)
+    try:
+        state = optimizer.sharded_state_dict(instance, model_sharded_state_dict, is_loading=is_loading)
+    except UnsupportedLayoutError as err:
+        if selected:
+            raise
+        return _as_megatron_describes_it(runtime, str(err), native)
+    if not selected:
+        state[optimizer.PART].obj.native = native
+    return state
+
+
+def _natively(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call Megatron's function. An optimizer in a chain is described by its own hooked function, in the same form."""
+    with runtime.during(ScriptCall(Purpose.NATIVE)):
+        return wrapped(*args, **kwargs)
+
+
+def _as_megatron_describes_it(runtime: Runtime, reason: str, native: Callable[[], Any]) -> Any:
+    if runtime.is_news(reason):
+        logger.warning(
+            "unickpt: not supported: %s. Its state is stored as Megatron describes it, and loads only where Megatron's "
+            "own checkpoint would.",
+            reason,
+        )
+    return native()
 
 
 def _in_megatrons_form(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

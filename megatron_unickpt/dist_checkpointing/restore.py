@@ -26,6 +26,8 @@ from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord
+from unickpt.checkpoint.format.topology import describe
+from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.load.checkpoint import Checkpoint, Planned
 from unickpt.checkpoint.load.report import LoadReport, Outcome
 from unickpt.checkpoint.load.vocabulary import Rows, Vocabulary, rows_of
@@ -262,7 +264,35 @@ class Restore:
             self.report.add(each.path, OBJECT, "left out", each.reason)
         if isinstance(self.checkpoint, TranslatedCheckpoint):
             self.report.entries += self.checkpoint.job_notes
-        return decoded.value.get(COMMON) or {}
+        common = decoded.value.get(COMMON) or {}
+        return {**common, **self._own_common(common)} if isinstance(common, dict) else common
+
+    def _own_common(self, common: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of the common state in which the ranks of the save differed.
+
+        A job of the same layout has each rank's own. In another one generators are seeded by position, and others are rank 0's.
+        """
+        before, now = self.checkpoint.manifest.writer.topology, internals.topology()
+        if isinstance(self.checkpoint, TranslatedCheckpoint):
+            return {}
+        if before == now:
+            return self._of_rank(torch.distributed.get_rank())
+        others = range(1, int(before.get("world_size", 1)))
+        found = {}
+        for key in next(filter(None, map(self._of_rank, others)), {}):
+            seeded = generators.seeded(common.get(key), internals.coordinates())
+            if seeded is not None:
+                found[key] = seeded
+            how = (
+                "each rank had its own; this is rank 0's" if seeded is None else "seeded from those of rank 0 and the position"
+            )
+            reason = rng.change(describe(before), describe(now), how)
+            self.report.add(f"{COMMON}.{key}", OBJECT, "set" if seeded is None else "re-seeded", reason)
+        return found
+
+    def _of_rank(self, rank: int) -> dict[str, Any]:
+        found = self.checkpoint.rank_objects(rank, allow_pickle=self.allow_pickle).value.get(COMMON)
+        return found if isinstance(found, dict) else {}
 
     def objects(self, items: Iterable[ShardedObject]) -> dict[str, Any]:
         """Return the requested objects by unique key.

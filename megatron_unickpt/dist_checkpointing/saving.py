@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from megatron_unickpt.framework import internals, marks
 from megatron_unickpt.framework.errors import MegatronSaveError, as_megatron_errors
 from megatron_unickpt.framework.versions import require_usable
 from megatron_unickpt.held_state import optimizer_forms, sharded_tensors
+from megatron_unickpt.held_state.common_state import COMMON, digests_of, readable
 from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
 from unickpt.base.logs import logger, make_visible
 from unickpt.checkpoint.checkpoint_folder import ITERATION
@@ -47,6 +48,7 @@ def save(
     validate_access_integrity: bool = True,
     preprocess_common: Callable[[Any], Any] | None = None,
     turn: MemoryTurn | None = None,
+    stands_in: bool = False,
 ) -> Any:
     """Save a sharded state dict. All ranks call it.
 
@@ -57,10 +59,11 @@ def save(
         content_metadata: stored with the checkpoint; ``load_content_metadata`` returns it.
         asynchronous: copy this rank's part to host memory and return; a thread writes it.
         share: divide weights that several data parallel ranks hold among them.
-        validate_access_integrity: compare the ranks' common state, and warn where it differs. Rank 0's is stored. (That
-            shards cover every tensor exactly once is always checked.)
+        validate_access_integrity: compare the ranks' common state, and warn where it differs. Each rank's own values are
+            stored. (That shards cover every tensor exactly once is always checked.)
         preprocess_common: removes values that may differ between ranks from the comparison.
         turn: save into memory, and return after the copy.
+        stands_in: the caller saves in another way if this save would fail again.
 
     Returns:
         None, or with ``asynchronous`` Megatron's ``AsyncRequest``.
@@ -75,19 +78,33 @@ def save(
     directory = absolute(str(checkpoint_dir))
     save_dir, tag = split(directory)
     compared: list[Any] = []
+    kept: list[_Described] = []
     owner = runtime.owner(sharded_state_dict)
     call = runtime.call
     by_scripts = call.purpose is Purpose.SAVE  # they can save in Megatron's own format instead
     if by_scripts and tag.startswith(ITERATION):
         turn = call.memory
 
-    def contribute(_: Message) -> Contribution:
-        state = optimizer_forms.to_save(sharded_state_dict)
-        common = sharded_tensors.common(state)
-        if content_metadata is not None:
-            common[CONTENT_METADATA] = {k: v for k, v in content_metadata.items() if k != "dp_cp_group"}
-        compared.append(preprocess_common(common) if preprocess_common is not None else common)
-        made = capture.contribution(state, common, share=share)
+    def described() -> _Described:
+        if not kept:
+            state = optimizer_forms.to_save(sharded_state_dict)
+            common = sharded_tensors.common(state)
+            if content_metadata is not None:
+                common[CONTENT_METADATA] = {k: v for k, v in content_metadata.items() if k != "dp_cp_group"}
+            compared.append(preprocess_common(common) if preprocess_common is not None else common)
+            kept.append(_Described(state, common, digests_of(compared[0])))
+        return kept[0]
+
+    def announce() -> Message:
+        with contextlib.suppress(Exception):  # ``contribute`` raises the same on all ranks
+            return {COMMON: described().digests}
+        return {}
+
+    def contribute(announced: Message) -> Contribution:
+        found, theirs = described(), announced.get(COMMON)
+        differ = [] if theirs is None else [key for key, digest in found.digests.items() if theirs.get(key) != digest]
+        own = readable({key: found.common[key] for key in differ if key in found.common})
+        made = capture.contribution(found.state, found.common, own=own, share=share, directory=directory)
         origin = {} if owner is None else asdict(runtime.owners.origin(owner))
         return replace(made, writer=replace(made.writer, origin=origin))
 
@@ -95,11 +112,13 @@ def save(
         contribute,
         save_dir=save_dir,
         tag=tag,
+        announce=announce,
+        forget=kept.clear,
         claim=None if owner is None else runtime.owners.claim(owner),
         one_writer=by_scripts,
         on_commit=partial(_scripts_commit, runtime, call) if by_scripts else marks.mark,
         on_end=partial(_ended, runtime, call.memory_folder or save_dir),
-        framework_stands_in=by_scripts,
+        framework_stands_in=by_scripts or stands_in,
     )
     pending = _begun(runtime, request, asynchronous=asynchronous, turn=turn)
     if not pending.pending.agreed:
@@ -114,6 +133,15 @@ def save(
         return None
     finalizers = _Finalizers(pending) if turn is None else _NoFinalizers()
     return AsyncRequest(Background(pending, in_memory=turn is not None), (), finalizers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A state dict as it is saved, its common state, and the digests of what all ranks should have alike in that."""
+
+    state: Any
+    common: Any
+    digests: dict[str, str]
 
 
 def refuse(runtime: Runtime, err: Exception, *, turn: MemoryTurn | None = None) -> MegatronSaveError:

@@ -8,13 +8,19 @@ import os
 from pathlib import Path
 
 from unickpt.base.errors import UnickptError
-from unickpt.checkpoint.format.layout import DATA_FOLDER, LOCK_FILE, MARK_FILE, ROWS_FOLDER
+from unickpt.base.switch import switch
+from unickpt.checkpoint.format.layout import DATA_FOLDER, DCP_MARK_FILE, LOCK_FILE, MARK_FILE, ROWS_FOLDER
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.load.validation import is_checkpoint
 from unickpt.checkpoint.storage.base import read_text
 from unickpt.checkpoint.storage.open import open_storage
 
 BACKEND, VERSION = "unickpt", 1
+# torch unpickles its own file of this name. "#" begins no pickle, so a program that does so with this one ends with an error.
+_DCP_MARK = """\
+# A checkpoint of unickpt: manifest.json and index.safetensors describe it. This file is only there to be found.
+# For transformers: unickpt export DIR OUT. In PyTorch's format: unickpt export --to dcp DIR OUT.
+"""
 
 
 def recognises(checkpoint_dir: str | Path | None) -> bool:
@@ -35,7 +41,7 @@ def _marked(directory: str) -> bool:
 
 def is_unfinished(directory: Path) -> bool:
     """Return whether a directory without a manifest has only what a save of unickpt leaves if it does not end."""
-    own = (DATA_FOLDER, ROWS_FOLDER, MARK_FILE, LOCK_FILE, "index*.safetensors", f"{MANIFEST_FILE}*")
+    own = (DATA_FOLDER, ROWS_FOLDER, MARK_FILE, DCP_MARK_FILE, LOCK_FILE, "index*.safetensors", f"{MANIFEST_FILE}*")
     names = [entry.name for entry in os.scandir(directory)]
     return all(any(fnmatch.fnmatch(name, pattern) for pattern in own) for name in names) and (
         MARK_FILE not in names or _marked(str(directory))
@@ -43,8 +49,13 @@ def is_unfinished(directory: Path) -> bool:
 
 
 def mark(directory: str) -> None:
-    """Write Megatron's mark, so that Megatron's tools recognise the format. A load uses only the manifest."""
+    """Write Megatron's mark, so that Megatron's tools recognise the format. A load uses only the manifest.
+
+    With the switch ``UNICKPT`` also torch's: libraries take a folder without it for none of a checkpoint, and begin anew.
+    """
     place = open_storage(directory)
+    if switch().saves and place.size_bytes(DCP_MARK_FILE) is None:
+        place.write_atomic(DCP_MARK_FILE, _DCP_MARK.encode())
     if place.size_bytes(MARK_FILE) is not None:
         return
     text = json.dumps(

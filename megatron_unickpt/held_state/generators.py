@@ -95,6 +95,15 @@ def found_for(item: ShardedObject, stored: StoredGenerators, layout: Mapping[str
     return _seeded(item, stored, layout, place)
 
 
+def seeded(value: Any, place: Mapping[str, int]) -> Any:
+    """Return generators that are seeded from stored ones and a position; None for a value without generators."""
+    if value is None:
+        return None
+    seeds = _Seeds(rng.seed_from(value), place)
+    found = _states(value, seeds)
+    return found if seeds.used else None
+
+
 def _has_more(own: Any, stored: Any) -> bool:
     """Whether this job has more data parallel ranks in a list of the generators of all (``--data-parallel-random-init``)."""
     return isinstance(own, list) and isinstance(stored, list) and len(own) > len(stored) > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ class OptimizerPart:
             state begins at zero.
         model: the model's sharded tensors and factories by the id of their parameter.
         allocated: whether states that did not exist were allocated, to be filled.
+        native: returns the state in Megatron's form; None if the caller asked for the form by parameter itself.
     """
 
     optimizer: Any
@@ -42,6 +43,7 @@ class OptimizerPart:
     began: frozenset[str] = frozenset()
     model: Mapping[int, Any] = field(default_factory=dict)
     allocated: bool = False
+    native: Callable[[], Any] | None = None
 
 
 def record_of(part: OptimizerPart, *, alone: bool = True) -> OptimizerRecord | None:

@@ -17,6 +17,7 @@ from megatron_unickpt.framework.marks import BACKEND
 from megatron_unickpt.framework.versions import require_usable
 from unickpt.base.errors import ConfigError
 from unickpt.base.round_folder import note_saver
+from unickpt.base.switch import switch
 from unickpt.checkpoint.save import requests
 from unickpt.checkpoint.save.requests import SaveOptions
 from unickpt.checkpoint.storage.base import is_url
@@ -35,6 +36,8 @@ def add_arguments(wrapped: Callable[..., Any], parser: argparse.ArgumentParser) 
         if "--ckpt-format" in action.option_strings and action.choices is not None and BACKEND not in action.choices:
             action.choices = [*action.choices, BACKEND]
             action.help = f"{action.help or ''} {BACKEND}: universal checkpoints, loadable under any parallel shape."
+            if switch().saves:
+                action.default = BACKEND
     add_flags(result)
     return result
 

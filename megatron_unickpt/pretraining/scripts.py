@@ -41,6 +41,7 @@ from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
 from megatron_unickpt.tracker import Diverted
 from unickpt.base.errors import MismatchError, NotACheckpointError, StorageError
 from unickpt.base.logs import logger
+from unickpt.base.switch import switch
 from unickpt.checkpoint.checkpoint_folder import ITERATION
 from unickpt.checkpoint.format.topology import describe
 from unickpt.checkpoint.load import rng
@@ -55,8 +56,9 @@ _NATIVE = ScriptCall(Purpose.NATIVE)
 
 
 def active() -> bool:
-    """Return whether this job was started with ``--ckpt-format unickpt``."""
-    return bool(getattr(internals.global_arguments(), BACKEND, False))
+    """Return whether this job was started with ``--ckpt-format unickpt``, or made its arguments itself under the switch."""
+    arguments = internals.global_arguments()
+    return bool(getattr(arguments, BACKEND, arguments is not None and switch().saves))
 
 
 def _arguments() -> argparse.Namespace:
@@ -93,7 +95,8 @@ def save_checkpoint(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, *
     If unickpt does not support the job's state on a rank, Megatron saves in its own format in the same call.
     """
     if not active():
-        return wrapped(*args, **kwargs)
+        with runtime.during(_NATIVE if switch().saves else runtime.call):  # the flag counts more than the switch
+            return wrapped(*args, **kwargs)
     options = _arguments()
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     if non_persistent.is_local_save(options, given):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,30 @@ def the_config_can_be_a_file(folder: Path) -> None:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=str(path))
     assert engine.checkpoint_engine.name == "unickpt"
     assert engine.save_checkpoint(str(folder))
+
+
+@scenario(2)
+def the_switch_of_the_environment_stands_for_the_key(folder: Path) -> None:
+    """As in a library that makes the configuration itself. A key counts more."""
+    cfg: dict[str, Any] = {
+        "train_batch_size": 12, "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+    }  # fmt: skip
+    os.environ["UNICKPT"] = "1"
+    try:
+        off, *_ = deepspeed.initialize(model=(model := Model()), model_parameters=model.parameters(),
+                                       config={**cfg, "unickpt": {"enabled": False}})  # fmt: skip
+        assert not hasattr(off.checkpoint_engine, "saver")
+        engine, *_ = deepspeed.initialize(model=(model := Model()), model_parameters=model.parameters(), config=cfg)
+    finally:
+        del os.environ["UNICKPT"]
+    assert engine.checkpoint_engine.name == "unickpt"
+    train(engine, 1)
+    assert engine.save_checkpoint(str(folder))
+    other = build(here(2), seed=2)
+    assert other.load_checkpoint(str(folder))[0] is not None
+    found, truth = (consolidated(each, ("exp_avg", "exp_avg_sq")) for each in (other, engine))
+    assert not differences(truth, found, ignore=("scheduler",))
 
 
 @scenario(2)

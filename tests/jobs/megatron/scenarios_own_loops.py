@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 import megatron_unickpt
 from megatron_unickpt.framework import optimizer_internals
@@ -26,7 +29,7 @@ from megatron_unickpt.testing.layouts import Layout
 from megatron_unickpt.testing.truth import consolidated, optimizers_take_metadata, own_forms
 from tests.jobs.megatron.compared import differences
 from tests.jobs.megatron.scenarios import scenario
-from tests.jobs.megatron.sharded_state import made, strategy
+from tests.jobs.megatron.sharded_state import halves, made, strategy
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 
 Form = Mapping[str, Any] | None  # metadata of ``sharded_state_dict``; None: the loop passes none
@@ -277,3 +280,104 @@ def a_copy_of_an_optimizers_state_dict_is_a_plain_dict(_: Path) -> None:
     assert isinstance(state, MegatronsForm)
     for other in (copy.copy(state), pickle.loads(pickle.dumps(MegatronsForm({"a": 1}, job.optimizer, {})))):
         assert type(other) is dict
+
+
+# ---------------------------------------------------------------- the switch
+
+
+@contextmanager
+def _switched(value: str = "1") -> Iterator[None]:
+    before = os.environ.get("UNICKPT", "")
+    os.environ["UNICKPT"] = value
+    try:
+        yield
+    finally:
+        os.environ["UNICKPT"] = before
+
+
+def _megatrons_strategy() -> Any:
+    """Return a strategy as libraries make it: by the name of the class, in Megatron's fully parallel wrapper."""
+    return FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1))
+
+
+def _saved_by_library(job: Job, where: Path, form: Form, **more: Any) -> str:
+    directory = made(where)
+    content = {} if form is None else {"content_metadata": dict(form)}
+    dist_checkpointing.save({**_described(job, form), **more}, directory, _megatrons_strategy(), **content)
+    return directory
+
+
+@scenario(2)
+def with_the_switch_every_form_of_a_library_is_saved_by_unickpt(folder: Path) -> None:
+    """A library names Megatron's strategy and a form of the optimizer, and at the load another form under another layout."""
+    if not optimizers_take_metadata():
+        return
+    job = Job(Layout(tp=2))
+    job.train(2)
+    expected = consolidated(job, folder / "expected")
+    with _switched():
+        for at, form in enumerate((BUCKETS, GATHERED, None)):
+            where = _saved_by_library(job, folder / f"global_step_{at + 7}" / "actor", form)
+            checkpoint = Checkpoint.open(where)
+            assert (checkpoint.manifest.step, checkpoint.manifest.optimizer is not None) == (at + 7, True)
+            assert (Path(where) / ".metadata").read_bytes().startswith(b"# A checkpoint of unickpt")
+            for asked in (GATHERED, None):
+                again = _loaded(Layout(pp=2), where, asked, is_loading=asked is not None)
+                with _switched("off"):
+                    found = consolidated(again, folder / "found")
+                if expected is not None and found is not None:
+                    assert not differences(expected, found), differences(expected, found)[:5]
+    again = _loaded(Layout(pp=2), where, GATHERED)  # a checkpoint is recognised without the switch
+    found = consolidated(again, folder / "found")
+    assert expected is None or found is None or not differences(expected, found)
+
+
+@scenario(2)
+def with_the_switch_a_librarys_own_checkpoint_loads_as_before(folder: Path) -> None:
+    job = Job(Layout(tp=2))
+    job.train(2)
+    expected = _live(job)
+    native = [_saved_by_library(job, folder / f"native {at}", form) for at, form in enumerate((BUCKETS, GATHERED))]
+    assert all((Path(where) / "common.pt").is_file() for where in native)
+    with _switched():
+        for where, form in zip(native, (BUCKETS, GATHERED), strict=True):
+            _assert_equal(expected, _live(_loaded(Layout(tp=2), where, form)))
+        with _switched("load"):
+            assert not _is_ours(_saved_by_library(job, folder / "load", BUCKETS))
+
+
+def _is_ours(where: str) -> bool:
+    return (Path(where) / "manifest.json").is_file()
+
+
+@scenario(2)
+def with_the_switch_a_state_that_cannot_be_described_is_saved_by_megatron(folder: Path) -> None:
+    job = Job(Layout(tp=2))
+    job.train(2)
+    expected = _live(job)
+    quantised = halves("quantised", torch.zeros(4).to(torch.float8_e8m0fnu))  # a dtype that the format lacks
+    with _switched(), _warnings() as told:
+        where = _saved_by_library(job, folder / "ck", BUCKETS, quantised=quantised)
+        assert not _is_ours(where)
+        if dist.get_rank() == 0:
+            assert any("saves this checkpoint in Megatron's own format instead" in text for text in told), told
+        _assert_equal(expected, _live(_loaded(Layout(tp=2), where, BUCKETS)))
+
+
+@scenario(2)
+def values_of_the_common_state_in_which_ranks_differ_are_each_ranks_own(folder: Path) -> None:
+    """As a library has it that puts the generators of every rank there."""
+    rank = dist.get_rank()
+    Job(Layout(dp=2))
+    torch.manual_seed(10 + rank)
+    common = {"rng": {"cpu": torch.get_rng_state()}, "port": 4000 + rank, "same": [1, 2]}
+    dist_checkpointing.save(dict(common), made(folder / "ck"), strategy(), validate_access_integrity=False)
+    found = dist_checkpointing.load_common_state_dict(str(folder / "ck"))
+    assert (found["port"], found["same"]) == (4000 + rank, [1, 2])
+    assert torch.equal(found["rng"]["cpu"], common["rng"]["cpu"])
+    Job(Layout(tp=2))
+    found = dist_checkpointing.load({}, str(folder / "ck"))
+    entries = {entry.name: entry for entry in RUNTIME.last_report.entries}
+    assert (found["port"], entries["common.port"].outcome, entries["common.rng"].outcome) == (4000, "set", "re-seeded")
+    drawn = _of_all(torch.rand(2, generator=torch.Generator().set_state(found["rng"]["cpu"])).tolist())
+    assert drawn[0] == drawn[1]  # tensor parallel ranks, outside of their regions

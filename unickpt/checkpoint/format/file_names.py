@@ -10,6 +10,7 @@ MODEL_FOLDER = "model"  # configuration and tokenizer, beside the manifest of a 
 MODEL_TEMPLATES = "additional_chat_templates"  # in it: a tokenizer's additional chat templates
 LATEST_FILE = "latest"  # in the save directory
 LOCK_FILE = "saving.lock"  # the coordinator locks it during a save
+DCP_MARK_FILE = ".metadata"  # by which torch's programs recognise a distributed checkpoint; beside the manifest
 MARK_FILE = "metadata.json"  # by which Megatron recognises a distributed checkpoint; beside the manifest
 # Files of a transformers model besides weights and code. Files that Trainer adds (state, checkpoints) are not listed.
 MODEL_FILES = (

@@ -5,14 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unickpt.checkpoint.format.boxes import Box
-from unickpt.checkpoint.format.file_names import DATA_FOLDER, LATEST_FILE, LOCK_FILE, MANIFEST_FILE, MARK_FILE, ROWS_FOLDER
+from unickpt.checkpoint.format.file_names import (
+    DATA_FOLDER,
+    DCP_MARK_FILE,
+    LATEST_FILE,
+    LOCK_FILE,
+    MANIFEST_FILE,
+    MARK_FILE,
+    ROWS_FOLDER,
+)
 from unickpt.checkpoint.format.index import TensorInfo
 
 SHARED_PREFIX = "objects/shared/"  # objects that every rank may read by name
 SHARED_TENSORS_PREFIX = "objects/shared-tensors/"
 
 __all__ = [
-    "DATA_FOLDER", "LATEST_FILE", "LOCK_FILE", "MANIFEST_FILE", "MARK_FILE", "ROWS_FOLDER", "SHARED_PREFIX",
+    "DATA_FOLDER", "DCP_MARK_FILE", "LATEST_FILE", "LOCK_FILE", "MANIFEST_FILE", "MARK_FILE", "ROWS_FOLDER", "SHARED_PREFIX",
     "SHARED_TENSORS_PREFIX", "RankFiles", "fragment_key", "index_name",
 ]  # fmt: skip
 

@@ -6,6 +6,8 @@ import argparse
 import base64
 import collections
 import enum
+import hashlib
+import json
 import math
 import pickle
 import types
@@ -51,6 +53,16 @@ def encode(value: Any, *, prefix: str) -> Encoded:
     out = Encoded(None)
     out.value = _Encoder(prefix, out, _repeated(value)).encode(value, path="", depth=0)
     return out
+
+
+def digest_of(value: Any) -> str:
+    """Return a digest of any Python value. Ranks compare digests instead of the values themselves."""
+    encoded = encode(value, prefix="")
+    found = hashlib.sha256(json.dumps(encoded.value, sort_keys=True).encode())
+    for key, tensor in encoded.tensors.items():
+        found.update(key.encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return found.hexdigest()
 
 
 _SHAREABLE = (

@@ -19,7 +19,7 @@ from unickpt.base.logs import logger
 from unickpt.checkpoint.checkpoint_folder import iteration_name, kept_of_model, latest_tag, manifests_in, tracked_iteration
 from unickpt.checkpoint.coordination.owners import Origin
 from unickpt.checkpoint.format.file_names import MODEL_FOLDER, MODEL_TEMPLATES
-from unickpt.checkpoint.format.layout import DATA_FOLDER, LOCK_FILE, MARK_FILE, ROWS_FOLDER
+from unickpt.checkpoint.format.layout import DATA_FOLDER, DCP_MARK_FILE, LOCK_FILE, MARK_FILE, ROWS_FOLDER
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.storage.base import Storage
 from unickpt.checkpoint.storage.open import open_storage
@@ -166,6 +166,6 @@ def remove_whole(folder: str, name: str) -> bool:
 
 def _own_files(checkpoint: Storage) -> list[str]:
     inside = f"{DATA_FOLDER}/rank*.safetensors", f"{ROWS_FOLDER}/rank*.safetensors"
-    patterns = (*inside, "index*.safetensors", f"{MANIFEST_FILE}.tmp", MARK_FILE, README_FILE, LOCK_FILE)
+    patterns = (*inside, "index*.safetensors", f"{MANIFEST_FILE}.tmp", MARK_FILE, DCP_MARK_FILE, README_FILE, LOCK_FILE)
     names = [name for folder in (DATA_FOLDER, ROWS_FOLDER, "") for name in checkpoint.names(folder)]
     return [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from unickpt.base.errors import ConfigError
+from unickpt.base.switch import VARIABLE, switch
 from unickpt.cli.doctor.facts import Acting, Facts
 from unickpt.cli.doctor.frameworks import ADAPTERS, Framework
 from unickpt.cli.doctor.installation import Autoload
@@ -67,7 +69,18 @@ def answer(known: Acting) -> Answer:
     tested = " and ".join(each.title for each in acting if each.unverified)
     rest = f"; in {tested} after a self-test at its first use, because functions have changed" if tested else ""
     rest += f"; not in {' and '.join(others)}" if others else ""
-    return Answer(True, f"yes: unickpt acts in {names}, in jobs whose configuration asks for it{rest}")
+    return Answer(True, f"yes: unickpt acts in {names}, {_jobs(known.switch)}{rest}")
+
+
+def _jobs(given: str) -> str:
+    """Return in which jobs unickpt acts, by the value of the switch."""
+    try:
+        all_jobs = switch({VARIABLE: given}).saves
+    except ConfigError as err:
+        return f"but no job starts: {err}"
+    if all_jobs:
+        return f"in all jobs whose configuration does not say otherwise ({VARIABLE}={given})"
+    return "in jobs whose configuration asks for it"
 
 
 def _off(autoload: Autoload, frameworks: Sequence[Framework]) -> str:

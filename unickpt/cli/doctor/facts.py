@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from unickpt.base.switch import VARIABLE
 from unickpt.cli.doctor import bounded, declared, frameworks, installation, machine, path_probe, torch_probe
 from unickpt.cli.doctor.frameworks import Framework
 from unickpt.cli.doctor.installation import Autoload, Extension
@@ -22,11 +23,13 @@ class Acting:
         frameworks: the installed ones.
         autoload: whether ``import torch`` arms unickpt.
         extensions: those in C.
+        switch: value of the variable ``UNICKPT``.
     """
 
     frameworks: tuple[Framework, ...]
     autoload: Autoload
     extensions: tuple[Extension, ...]
+    switch: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,12 @@ class Facts:
 
 def acting() -> Acting:
     """Read which hooks act, without an import of a framework or of torch."""
-    return Acting(tuple(frameworks.installed(declared.read())), installation.autoload(), tuple(installation.extensions()))
+    return Acting(
+        tuple(frameworks.installed(declared.read())),
+        installation.autoload(),
+        tuple(installation.extensions()),
+        os.environ.get(VARIABLE, ""),
+    )
 
 
 def read(place: str | None) -> Facts:

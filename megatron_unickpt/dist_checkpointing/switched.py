@@ -1,0 +1,51 @@
+"""Saves of libraries that name a strategy of Megatron, while the switch ``UNICKPT`` of the environment asks for unickpt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_unickpt.framework.errors import MegatronSaveError
+from megatron_unickpt.runtime import Runtime
+from unickpt.base.errors import UnsupportedFrameworkError
+from unickpt.base.logs import logger, make_visible
+from unickpt.base.switch import REASON
+
+
+def save(
+    runtime: Runtime, ours: Callable[[], Any], natively: Callable[[], Any], *, strategy: str, directory: str | Path
+) -> Any:
+    """Save as unickpt. Megatron saves instead if another attempt would fail in the same way.
+
+    Args:
+        runtime: state of the adapter.
+        ours: saves as unickpt.
+        natively: saves with the strategy of the call.
+        strategy: name of its class.
+        directory: of the checkpoint.
+
+    Raises:
+        MegatronSaveError: neither of the two would give a checkpoint.
+    """
+    make_visible()
+    first = torch.distributed.get_rank() == 0
+    if first and runtime.is_news(f"{REASON}: save"):
+        logger.info(
+            "unickpt: %s: dist_checkpointing.save writes unickpt checkpoints, in place of those of %s.", REASON, strategy
+        )
+    try:
+        return ours()
+    except MegatronSaveError as err:
+        if not err.framework_saves:
+            raise
+        failed: Exception = err
+    except UnsupportedFrameworkError as err:
+        failed = err
+    if first:
+        logger.warning("unickpt: %s %s saves this checkpoint in Megatron's own format instead.", failed, strategy)
+        Path(directory).mkdir(parents=True, exist_ok=True)  # Megatron requires it, and the failed save has removed it
+    torch.distributed.barrier()
+    return natively()

@@ -1,0 +1,44 @@
+"""The switch ``UNICKPT`` of the environment, and what it stands for."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.needs import needs
+from unickpt.base.errors import ConfigError
+from unickpt.base.switch import Switch, asks, section_of, switch
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "saves"),
+    [("", Switch.UNSET, False), ("1", Switch.ON, True), ("True", Switch.ON, True), (" save ", Switch.SAVE, True),
+     ("load", Switch.LOAD, False), ("off", Switch.OFF, False), ("0", Switch.OFF, False)],
+)  # fmt: skip
+def test_values(value: str, expected: Switch, saves: bool) -> None:
+    found = switch({"UNICKPT": value})
+    assert (found, found.saves) == (expected, saves)
+
+
+def test_another_value_is_an_error_that_lists_the_values() -> None:
+    with pytest.raises(ConfigError, match=r"UNICKPT='always' in the environment: expected one of 1, save, load, off"):
+        switch({"UNICKPT": "always"})
+
+
+def test_a_configuration_counts_more_than_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = {"unickpt": {"enabled": False}}
+    assert (section_of({}), asks({}), section_of(off)) == (None, False, off["unickpt"])
+    monkeypatch.setenv("UNICKPT", "1")
+    assert (section_of({})["enabled"], asks({}), section_of(off)) == (True, True, off["unickpt"])
+
+
+@needs("deepspeed")
+def test_a_deepspeed_job_without_the_key_has_the_options_of_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_unickpt.batch.config import read_options
+
+    assert read_options({}) is None
+    monkeypatch.setenv("UNICKPT", "save")
+    monkeypatch.setenv("UNICKPT_TIMING", "1")
+    options = read_options({})
+    assert options is not None
+    assert (options.enabled, options.timing.enabled) == (True, True)
+    assert not read_options({"unickpt": {"enabled": False}}).enabled  # type: ignore[union-attr]

@@ -1,0 +1,67 @@
+"""The switch ``UNICKPT`` of the environment, for jobs to which no JSON and no flag comes through.
+
+Libraries such as verl or OpenRLHF call Megatron's and DeepSpeed's functions with arguments of their own. Their workers inherit
+the environment, in Ray actors, too. What a framework's configuration says of unickpt counts more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from unickpt.base.errors import ConfigError
+from unickpt.base.options.declared import KEY
+
+VARIABLE = "UNICKPT"
+REASON = f"{VARIABLE} in the environment"
+
+
+class Switch(str, Enum):
+    """What jobs do whose configuration does not name unickpt. All of them load unickpt checkpoints."""
+
+    UNSET = ""
+    ON = "1"  # save unickpt checkpoints, and show them to libraries as theirs
+    SAVE = "save"  # save unickpt checkpoints
+    LOAD = "load"  # show unickpt checkpoints to libraries as theirs
+    OFF = "off"  # as unset: for a job whose environment has the switch
+
+    @property
+    def saves(self) -> bool:
+        """Whether the job saves unickpt checkpoints."""
+        return self in (Switch.ON, Switch.SAVE)
+
+
+_TIMING = "UNICKPT_TIMING"
+_MEANINGS = {"0": Switch.OFF, "false": Switch.OFF, "no": Switch.OFF, "true": Switch.ON, "yes": Switch.ON, "on": Switch.ON}
+
+
+def switch(environment: Mapping[str, str] | None = None) -> Switch:
+    """Return what the environment says (default: that of this process).
+
+    Raises:
+        ConfigError: another value.
+    """
+    given = (os.environ if environment is None else environment).get(VARIABLE, "").strip().lower()
+    try:
+        return _MEANINGS[given] if given in _MEANINGS else Switch(given)
+    except ValueError:
+        values = ", ".join(each.value for each in Switch if each.value)
+        raise ConfigError(f"{VARIABLE}={given!r} in the environment: expected one of {values}") from None
+
+
+def section_of(config: Mapping[str, Any]) -> Any:
+    """Return the ``unickpt`` section of a framework's configuration. Without one, what the environment stands for; or None.
+
+    Raises:
+        ConfigError: the environment has another value of the switch.
+    """
+    if KEY in config or not switch().saves:
+        return config.get(KEY)
+    return {"enabled": True, "timing": {"enabled": os.environ.get(_TIMING) == "1"}}
+
+
+def asks(config: Mapping[str, Any]) -> bool:
+    """Return whether a framework's configuration or the environment asks for unickpt."""
+    return KEY in config or switch().saves
