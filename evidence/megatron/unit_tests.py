@@ -123,11 +123,13 @@ def outcomes(
 
 def run(tree: Path, file: str, place: Path, limit: float, world: int, only: list[str] | None, *, unickpt: bool) -> bool:
     """One file under torchrun, its output in ``log``; whether it ended within the limit."""
+    ours = place / "pytest.ini"  # in place of the tree's options
+    ours.write_text("[pytest]\n")
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-addr", "127.0.0.1",
         "--master-port", str(free_port()), "-m", "pytest", "-p", "evidence.megatron.unit_plugin",
         "-p", "no:cacheprovider",
-        "-c", os.devnull, "--rootdir", str(tree), "-q", "--tb=short", "-W", "ignore", str(tree / FOLDER / file),
+        "-c", str(ours), "--rootdir", str(tree), "-q", "--tb=short", "-W", "ignore", str(tree / FOLDER / file),
     ]  # fmt: skip
     extra = {"MEGATRON_LM": str(tree), "UNICKPT_UNIT_REPORT": str(place), "PYTEST_DEBUG_TEMPROOT": str(place)}
     extra |= {"UNICKPT_UNIT_REPLACES": "1"} if unickpt else {"UNICKPT_AUTOLOAD": "0"}  # without our hooks
