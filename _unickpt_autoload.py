@@ -8,7 +8,7 @@ costs under 0.1 ms). When the framework's module has been imported, its adapter 
 A module of its own beside the package ``unickpt``: a script ``unickpt.py``, or a folder ``unickpt`` such as a clone of the
 repository, in the working directory hides the package from Python. ``import torch`` has to survive that, and runs no such file.
 
-``UNICKPT_REQUIRE=1`` is the one exception: then an adapter that cannot be installed ends the import of its framework.
+``UNICKPT_REQUIRE=1`` is the one exception: then an adapter that is off or cannot be installed ends the import of its framework.
 ``UNICKPT_AUTOLOAD=0`` (also ``false``, ``no``, ``off`` or nothing) disarms it; ``import ds_unickpt`` arms it by hand.
 With torch's own ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` it is never called, so the import line is needed.
 """
@@ -49,6 +49,8 @@ def arm() -> None:
             if os.environ.get("UNICKPT_AGENT"):  # a worker of ``torchrun --rdzv-backend unickpt`` ends with its agent
                 _install("unickpt.base.launcher_watch:end_with_launcher")
                 _install("unickpt.base.first_failure:note_last_exception")
+        elif os.environ.get("UNICKPT_REQUIRE") == "1":
+            watch(dict.fromkeys((*DEEPSPEED, *MEGATRON), "unickpt.base.hooks:refuse_switched_off"))
     except Exception as err:
         _complain(err)
 

@@ -97,11 +97,9 @@ def found_for(item: ShardedObject, stored: StoredGenerators, layout: Mapping[str
 
 def seeded(value: Any, place: Mapping[str, int]) -> Any:
     """Return generators that are seeded from stored ones and a position; None for a value without generators."""
-    if value is None:
-        return None
-    seeds = _Seeds(rng.seed_from(value), place)
-    found = _states(value, seeds)
-    return found if seeds.used else None
+    looked = _Seeds(0, place)
+    _states(value, looked)
+    return _states(value, _Seeds(rng.seed_from(value), place)) if looked.used else None
 
 
 def _has_more(own: Any, stored: Any) -> bool:

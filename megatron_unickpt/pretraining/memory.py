@@ -7,6 +7,7 @@ each n-th go into memory (``--unickpt-memory-to-disk-every``).
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -84,7 +85,8 @@ def resume_of(runtime: Runtime, arguments: Any, load_dir: str, step: int | None)
     save_dir = getattr(arguments, "save", None)
     continues = bool(save_dir) and absolute(str(save_dir)) == absolute(load_dir)
     place = folder_of(arguments, load_dir)
-    return MemoryResume(tier_of(runtime, arguments), place, runtime.exchange(), step=step, continues=continues)
+    beside = (os.path.join(load_dir, non_persistent.SUBDIRECTORY),)
+    return MemoryResume(tier_of(runtime, arguments), place, runtime.exchange(), step=step, continues=continues, beside=beside)
 
 
 def tracked(load_dir: str) -> int:

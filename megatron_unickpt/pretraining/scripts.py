@@ -245,7 +245,19 @@ def _scheduled(bound: inspect.BoundArguments) -> tuple[Any, Any]:
 def _megatrons(runtime: Runtime, wrapped: Callable[..., Any], bound: inspect.BoundArguments, call: ScriptCall) -> Any:
     """Let Megatron load. A job that saves with unickpt keeps its own bounds of the schedule if it overrides them."""
     with runtime.during(call), schedule.own_bounds(*_scheduled(bound) if active() else (None, None)):
-        return wrapped(*bound.args, **bound.kwargs)
+        try:
+            return wrapped(*bound.args, **bound.kwargs)
+        except RuntimeError as err:
+            if "mismatch after resume" in str(err):
+                raise type(err)(f"{err}\n{_TWO_STEPS}") from err
+            raise
+
+
+_TWO_STEPS = (
+    "unickpt: this form of the optimizer (dp_reshardable, Megatron's default) loads under the tensor and pipeline parallel "
+    "sizes that saved it, on any number of data parallel ranks. Start the job once with these sizes and --ckpt-format "
+    "unickpt, on as many GPUs as you have, and let it save: that checkpoint loads under every layout"
+)
 
 
 def _nothing(

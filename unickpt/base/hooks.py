@@ -241,6 +241,15 @@ def self_test(module: str, framework: str) -> Verify:
     return verify
 
 
+def refuse_switched_off() -> None:
+    """Raise UnsupportedFrameworkError: the environment requires unickpt, and has switched it off."""
+    off = f"UNICKPT_AUTOLOAD={os.environ.get('UNICKPT_AUTOLOAD', '')}"
+    raise UnsupportedFrameworkError(
+        f"{REQUIRE}=1 and {off} are set: this job requires unickpt, which is switched off. Unset UNICKPT_AUTOLOAD, or import "
+        "ds_unickpt or megatron_unickpt before the framework"
+    )
+
+
 def _complain(framework: str, version: str, reason: str, lost: str) -> None:
     """Warn that hooks are refused.
 

@@ -19,7 +19,7 @@ from unickpt.base.autoload import DEEPSPEED, MEGATRON
 from unickpt.base.hooks import Hook, HookStatus
 from unickpt.cli.doctor import answers, declared, facts, text
 from unickpt.cli.doctor.declared import Role
-from unickpt.cli.exit_codes import SOUND
+from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.output import Output
 
 JSON_SCHEMA = 1
@@ -55,7 +55,7 @@ class _Adapter:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Answer, or print the table. The exit code is 0 also if hooks are refused: that is a state and not an error."""
+    """Answer, or print a table. The exit code of an answer is 1 if unickpt acts in no framework here."""
     if args.markdown:
         out.text(_markdown([pair for adapter in ADAPTERS for pair in _roles(adapter)]))
     elif args.fallbacks:
@@ -68,9 +68,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
     elif args.all or args.json:
         _table(facts.acting(), args, out)
     else:
-        for line in text.acting_lines(facts.acting()):
+        known = facts.acting()
+        for line in text.acting_lines(known):
             out.line(line)
         out.line("'unickpt hooks status --all' imports the frameworks and lists every hook, 'unickpt doctor' looks further")
+        return SOUND if answers.answer(known).acts else DAMAGED
     return SOUND
 
 

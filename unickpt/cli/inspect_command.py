@@ -9,7 +9,7 @@ from typing import Any
 
 from unickpt.base.errors import ConfigError, CorruptCheckpointError
 from unickpt.base.listing import some
-from unickpt.checkpoint.checkpoint_folder import kept_of_model, latest_tag, read_manifest
+from unickpt.checkpoint.checkpoint_folder import TRACKER, kept_of_model, latest_tag, read_manifest, tracked_iteration
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import Index
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE, Manifest
@@ -164,7 +164,8 @@ def _matching(index: Index, pattern: re.Pattern[str] | None) -> tuple[summary.Pa
 def _show_tags(out: Output, directory: str, tags: list[TagSummary]) -> None:
     latest = latest_tag(directory)
     out.line(f"save directory {directory}", style="bold")
-    out.line(f"latest: {latest or '(no such file)'}")
+    iteration = tracked_iteration(directory) if latest is None else None
+    out.line(f"latest: {latest or '(no such file)'}" if iteration is None else f"{TRACKER}: {iteration}")
     complete = [tag.tag for tag in tags if tag.complete]
     out.line(f"newest complete checkpoint: {complete[-1] if complete else 'none'}")
     rows = [

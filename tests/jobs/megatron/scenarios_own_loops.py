@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -370,10 +371,12 @@ def values_of_the_common_state_in_which_ranks_differ_are_each_ranks_own(folder: 
     rank = dist.get_rank()
     Job(Layout(dp=2))
     torch.manual_seed(10 + rank)
-    common = {"rng": {"cpu": torch.get_rng_state()}, "port": 4000 + rank, "same": [1, 2]}
+    knot = SimpleNamespace(rank=rank)
+    knot.itself = knot
+    common = {"rng": {"cpu": torch.get_rng_state()}, "port": 4000 + rank, "same": [1, 2], "knot": knot}
     dist_checkpointing.save(dict(common), made(folder / "ck"), strategy(), validate_access_integrity=False)
     found = dist_checkpointing.load_common_state_dict(str(folder / "ck"))
-    assert (found["port"], found["same"]) == (4000 + rank, [1, 2])
+    assert (found["port"], found["same"], found["knot"].rank) == (4000 + rank, [1, 2], rank)
     assert torch.equal(found["rng"]["cpu"], common["rng"]["cpu"])
     Job(Layout(tp=2))
     found = dist_checkpointing.load({}, str(folder / "ck"))

@@ -110,3 +110,13 @@ def test_an_older_editable_installation_works(tmp_path: Path) -> None:
     code += "import unickpt.base.autoload as a; a.arm(); print(any(type(f).__name__ == '_Finder' for f in sys.meta_path))"
     done = run(code, tmp_path, PYTHONPATH="", UNICKPT_AUTOLOAD="1")
     assert done.stdout == "True\n", done.stderr
+
+
+@needs("deepspeed")
+def test_a_job_that_requires_unickpt_does_not_start_where_it_is_switched_off(tmp_path: Path) -> None:
+    required = {"UNICKPT_AUTOLOAD": "0", "UNICKPT_REQUIRE": "1"}
+    done = run("import torch, deepspeed", tmp_path, **required)
+    assert done.returncode == 1
+    assert "UNICKPT_REQUIRE=1 and UNICKPT_AUTOLOAD=0 are set: this job requires unickpt, which is switched off" in done.stderr
+    by_hand = run("import torch, ds_unickpt, deepspeed; print('on')", tmp_path, **required)
+    assert by_hand.stdout.splitlines()[-1:] == ["on"], by_hand.stderr[-2000:]

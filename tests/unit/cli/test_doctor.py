@@ -135,7 +135,7 @@ FACTS = Facts(ACTING, MACHINE, {"python": "3.11"}, {}, {}, TORCH, None)
         (replace(ACTING, frameworks=(CHANGED,)), "yes: unickpt acts in DeepSpeed 0.19.8, in jobs"),
         (replace(ACTING, frameworks=(REFUSED,)), "no: it does not act in megatron-core 0.19.8 (load: has changed)"),
         (replace(ACTING, frameworks=()), "no: neither DeepSpeed nor megatron-core is installed"),
-        (replace(ACTING, autoload=Autoload(True, "UNICKPT_AUTOLOAD=0")), "no: UNICKPT_AUTOLOAD=0 switches it off; 'import ds_"),
+        (replace(ACTING, autoload=Autoload(True, "UNICKPT_AUTOLOAD=0")), "no: UNICKPT_AUTOLOAD=0 switches it off. If that"),
         (replace(ACTING, autoload=Autoload(False, "")), "no: no installation of unickpt in this Python"),
         (replace(ACTING, frameworks=(replace(DEEPSPEED, problem="OSError: gone"),)), "no: it does not act in DeepSpeed"),
     ],
@@ -287,7 +287,7 @@ def test_hooks_status_answers_without_an_import_of_torch_or_a_framework() -> Non
     program = (
         "import sys\n"
         "from unickpt.cli.main import main\n"
-        "assert main(['hooks', 'status']) == 0\n"
+        "assert main(['hooks', 'status']) in (0, 1)\n"
         "heavy = ('torch', 'numpy', 'deepspeed', 'megatron', 'transformers', 'ds_unickpt', 'megatron_unickpt')\n"
         "print([name for name in heavy if name in sys.modules])\n"
     )

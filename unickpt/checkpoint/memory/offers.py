@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 
+from unickpt.base.errors import UnickptError
 from unickpt.base.logs import logger
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.resume import Offer
+from unickpt.checkpoint.memory.host_folder import HostFolder, read_token
 from unickpt.checkpoint.memory.tier import MemoryLoad, MemoryTier, choose
 from unickpt.checkpoint.storage.base import join
 
@@ -48,6 +51,19 @@ class MemoryOffers:
         return disk.step if disk.directory else self._native_step()
 
 
+def _warn_of_unseen(parent: str, folders: Sequence[str]) -> None:
+    """Warn of checkpoints in the memory of this host that a job without a memory tier does not look at."""
+    for folder in folders:
+        with contextlib.suppress(UnickptError, OSError):
+            token = read_token(folder)
+            if token and HostFolder(parent, token).inventory().files:
+                logger.warning(
+                    "unickpt: there are checkpoints of %s in the memory of this host, and this job does not look there. If "
+                    "they are newer ('unickpt hosts' lists them), start it with the options for memory with which it saved.",
+                    folder,
+                )
+
+
 class MemoryResume:
     """What a load may take from memory. Every rank creates it before the load, and makes the same calls.
 
@@ -56,14 +72,18 @@ class MemoryResume:
         folder: directory in which the checkpoints would be on disk.
         exchange: message exchange of all ranks.
         step: step of the only checkpoint that may be loaded; None: any.
+        beside: other folders whose checkpoints in memory a job with other options would find, for a warning.
         continues: the job saves into the same folder. Otherwise it leaves all generations as they are.
     """
 
     def __init__(
-        self, tier: MemoryTier, folder: str, exchange: MessageExchange, *, step: int | None = None, continues: bool = True
-    ) -> None:
+        self, tier: MemoryTier, folder: str, exchange: MessageExchange, *, step: int | None = None, continues: bool = True,
+        beside: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self.tier, self.folder, self.exchange, self._continues = tier, folder, exchange, continues
         self.load = tier.look(folder, exchange) if tier.enabled else MemoryLoad()
+        if not tier.enabled and exchange.rank == 0:
+            _warn_of_unseen(tier.options.folder, (folder, *beside))
         if step:
             self.load.found = [found for found in self.load.found if found.step == step]
         if self.load.problems and exchange.rank == 0:

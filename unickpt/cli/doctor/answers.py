@@ -86,7 +86,7 @@ def _jobs(given: str) -> str:
 def _off(autoload: Autoload, frameworks: Sequence[Framework]) -> str:
     imports = " or ".join(f"'import {ADAPTERS[each.package]}'" for each in frameworks)
     if autoload.off:
-        return f"{autoload.off} switches it off; {imports} in a program switches it on"
+        return f"{autoload.off} switches it off. If that is not on purpose, unset it; {imports} in a program switches it on"
     return (
         "no installation of unickpt in this Python has registered the entry point that PyTorch calls; install the package, "
         f"or add {imports} to the program"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import secrets
 import socket
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from unickpt.base.errors import ConfigError
+from unickpt.base.installation import extra_command
 from unickpt.base.limited_http import ConnectionLimits, LimitedHandler, LimitedServer, listening_at
 from unickpt.base.logs import logger, printable
 from unickpt.base.options.steering import SteeringOptions
@@ -83,6 +85,9 @@ def _metrics_server(chronicle: Chronicle, options: SteeringOptions) -> LimitedSe
     except (OSError, ValueError, OverflowError) as err:
         logger.warning("unickpt: steering: Prometheus is not answered on %s port %d: %s", printable(address), port, err)
         return None
+    if importlib.util.find_spec("prometheus_client") is None:
+        command = extra_command("metrics")
+        logger.warning("unickpt: steering: Prometheus gets an error for an answer: install prometheus-client (%s)", command)
     server = LimitedServer(listener, MetricsHandler, lambda text: logger.warning("unickpt: %s", text), ConnectionLimits())
     threading.Thread(target=server.serve_forever, name="unickpt-steering-metrics", daemon=True).start()
     return server
