@@ -100,6 +100,9 @@ def save(
             return {COMMON: described().digests}
         return {}
 
+    def early() -> None:
+        described()
+
     def contribute(announced: Message) -> Contribution:
         found, theirs = described(), announced.get(COMMON)
         differ = [] if theirs is None else [key for key, digest in found.digests.items() if theirs.get(key) != digest]
@@ -113,6 +116,7 @@ def save(
         save_dir=save_dir,
         tag=tag,
         announce=announce,
+        early=early,
         forget=kept.clear,
         claim=None if owner is None else runtime.owners.claim(owner),
         one_writer=by_scripts,
