@@ -44,7 +44,7 @@ def a_truncated_data_file(folder: Path) -> None:
 def a_missing_data_file(folder: Path) -> None:
     assert_refused(
         folder,
-        "rank00001.safetensors is missing.*Resume from a complete checkpoint|is missing.*Copy the files back",
+        "rank00001.safetensors is missing.*Resume from one of them|is missing.*Copy the files back",
         lambda d: data(d, 1).unlink(),
     )
 

@@ -275,6 +275,8 @@ def _advised(exchange: MessageExchange, error: Exception, offer: Offer, where: s
     found = exchange.broadcast("whole", others)["whole"]
     if not isinstance(error, UnickptError):
         return error
-    others_are = f"Resume from a complete checkpoint in {where}, newest first: {some(found)}." if found else _WITHOUT_OTHERS
+    others_are = (
+        f"Complete checkpoints in {where}, newest first: {some(found)}. Resume from one of them." if found else _WITHOUT_OTHERS
+    )
     text = f"{_ended(str(error))} {others_are}"
     return type(error)(text).about(file=error.file, tensor=error.tensor)

@@ -139,10 +139,10 @@ class _NativeReader(ShardCollector):
         if first_missing(rank.optimizers) is not None or (expected and expected != len(rank.optimizers)):
             count = expected or max(rank.optimizers) + 1
             missing = [f"{at}" for at in range(count) if at not in rank.optimizers]
-            lacks = f": those of data parallel ranks {some(missing)} are missing" if missing else ""
+            lacks = f": *_optim_states.pt of data parallel rank {some(missing)} is missing" if missing else ""
             raise FormatError(
-                f"{self.folder}: model parallel rank {rank.number} has {len(rank.optimizers)} files of optimizer states "
-                f"(*_optim_states.pt), expected {count}{lacks}. Copy the files of all hosts into the folder, or convert an "
+                f"{self.folder}: model parallel rank {rank.number} has {len(rank.optimizers)} files of optimizer states, "
+                f"expected {count}{lacks}. Copy the files of all hosts into the folder, or convert an "
                 "older checkpoint"
             )
         records = []
