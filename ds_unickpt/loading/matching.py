@@ -122,7 +122,7 @@ class Matching:
 
     def _absent(self, tensor: OwnTensor, optimizer: bool) -> None:
         if tensor.name in self._excluded and not tensor.trained and not self.strict:
-            reason = "frozen, and left out when it was saved: keeps the value that this job's model has (from_pretrained)"
+            reason = "frozen, and left out when it was saved (exclude_frozen_parameters): keeps its value in this job's model"
             self.report.add(tensor.name, "weight", "left out", reason)
         elif self.strict or (tensor.trained and optimizer):
             # Also if strict is off, as in Trainer for every PEFT model: a job does not resume if a trained parameter keeps
@@ -218,7 +218,7 @@ class Matching:
         )
 
 
-_OF_TOKENS = re.compile("embed|wte|vocab|lm_head|output", re.IGNORECASE)
+_OF_TOKENS = re.compile(r"embed|wte|vocab|output_layer|(?:^|[._])head\b", re.IGNORECASE)
 
 
 def _remedy(name: str, kind: str, stored: tuple[int, ...], own: tuple[int, ...]) -> str:
