@@ -14,7 +14,7 @@ if [ "${1:-}" = --unit ]; then
   shift
 fi
 use_venv $extras $venv
-[ $# -gt 0 ] || set -- -n $workers --dist loadfile --no-loadscope-reorder
+[ $# -gt 0 ] || set -- -n "$workers" --dist loadfile --no-loadscope-reorder
 paths=""
 for each in "$@"; do [ ! -e "${each%%::*}" ] || paths=yes; done
 [ -n "$paths" ] || set -- "${tests[@]}" "$@" # options alone, such as -k NAME, do not change which folders are looked into
