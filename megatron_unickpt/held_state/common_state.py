@@ -16,7 +16,7 @@ COMMON = "common"  # name of the common state among the objects of a checkpoint
 VOCABULARY = "vocabulary"  # key of the number of entries of the tokenizer, an argument of megatron_unickpt.save
 
 # verl: global_step_10/actor/model; ms-swift: checkpoint-10/iter_0000010; AReaL: epoch1epochstep2globalstep10
-_STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)[_-]?0*([0-9]{1,15})$", re.IGNORECASE)
+_STEP = re.compile(r"(?:step[_-]?|(?:iter|iteration|checkpoint|ckpt)[_-])0*([0-9]{1,15})$", re.IGNORECASE)
 _FOLDERS = 5
 
 _PLAIN = (bool, int, float, str, enum.Enum, torch.dtype, type(None))

@@ -6,7 +6,6 @@ import argparse
 import base64
 import collections
 import enum
-import hashlib
 import json
 import math
 import pickle
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from unickpt.base.errors import FormatError
 from unickpt.checkpoint.format import dtypes, object_types
@@ -58,7 +58,7 @@ def encode(value: Any, *, prefix: str) -> Encoded:
 def digest_of(value: Any) -> str:
     """Return a digest of any Python value. Ranks compare digests instead of the values themselves."""
     encoded = encode(value, prefix="")
-    found = hashlib.sha256(json.dumps(encoded.value, sort_keys=True).encode())
+    found = xxhash.xxh3_128(json.dumps(encoded.value, sort_keys=True).encode())
     for key, tensor in encoded.tensors.items():
         found.update(key.encode())
         found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
