@@ -120,7 +120,7 @@ def save(
         forget=kept.clear,
         claim=None if owner is None else runtime.owners.claim(owner),
         one_writer=by_scripts,
-        on_commit=partial(_scripts_commit, runtime, call) if by_scripts else marks.mark,
+        on_commit=partial(_scripts_commit, runtime, call) if by_scripts else marks.complete,
         on_end=partial(_ended, runtime, call.memory_folder or save_dir),
         framework_stands_in=by_scripts or stands_in,
     )
@@ -181,7 +181,7 @@ def _scripts_commit(runtime: Runtime, call: ScriptCall, directory: str) -> None:
 
     A job that is preempted before its training loop polls the save therefore keeps the checkpoint.
     """
-    marks.mark(directory)
+    marks.complete(directory)
     runtime.trackers.name(directory, call.order, replaces=call.replaces)
     if call.memory is not None:  # written at the end of the job; nothing else follows
         remove_old(runtime, directory)

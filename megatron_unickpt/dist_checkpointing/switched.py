@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from megatron_unickpt.runtime import Runtime
 from unickpt.base.errors import UnsupportedFrameworkError
 from unickpt.base.logs import logger, make_visible
 from unickpt.base.switch import REASON
+from unickpt.checkpoint.format.manifest import MANIFEST_FILE
+from unickpt.checkpoint.storage.open import open_storage
 
 
 def save(
@@ -48,4 +51,15 @@ def save(
         logger.warning("unickpt: %s %s saves this checkpoint in Megatron's own format instead.", failed, strategy)
         Path(directory).mkdir(parents=True, exist_ok=True)  # Megatron requires it, and the failed save has removed it
     torch.distributed.barrier()
-    return natively()
+    saved = natively()
+    forget = partial(_forget, str(directory)) if first else None
+    if forget is not None and saved is None:
+        forget()
+    elif forget is not None:
+        saved.add_finalize_fn(forget)
+    return saved
+
+
+def _forget(directory: str) -> None:
+    """Take the manifest of an earlier save of unickpt from a folder in which Megatron has saved: it would be loaded instead."""
+    open_storage(directory).delete(MANIFEST_FILE)

@@ -12,10 +12,12 @@ from unickpt.base.switch import switch
 from unickpt.checkpoint.format.layout import DATA_FOLDER, DCP_MARK_FILE, LOCK_FILE, MARK_FILE, ROWS_FOLDER
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.load.validation import is_checkpoint
+from unickpt.checkpoint.save.replaced import remove_replaced
 from unickpt.checkpoint.storage.base import read_text
 from unickpt.checkpoint.storage.open import open_storage
 
 BACKEND, VERSION = "unickpt", 1
+_OF_MEGATRON = ("*.distcp", "common.pt", DCP_MARK_FILE)  # torch_dist; mp_rank_* are folders of torch
 # torch unpickles its own file of this name. "#" begins no pickle, so a program that does so with this one ends with an error.
 _DCP_MARK = """\
 # A checkpoint of unickpt: manifest.json and index.safetensors describe it. This file is only there to be found.
@@ -46,6 +48,17 @@ def is_unfinished(directory: Path) -> bool:
     return all(any(fnmatch.fnmatch(name, pattern) for pattern in own) for name in names) and (
         MARK_FILE not in names or _marked(str(directory))
     )
+
+
+def complete(directory: str) -> None:
+    """Complete the folder of a committed checkpoint: mark it, and remove what Megatron had saved there itself."""
+    place = open_storage(directory)
+    if place.size_bytes(MARK_FILE) is not None and not _marked(directory):
+        place.delete(MARK_FILE)
+        remove_replaced(directory, "Megatron", _OF_MEGATRON, ("mp_rank_*",))
+    elif place.size_bytes(MARK_FILE) is None:
+        remove_replaced(directory, "Megatron", (), ("mp_rank_*",))
+    mark(directory)
 
 
 def mark(directory: str) -> None:
