@@ -41,7 +41,7 @@ from megatron_unickpt.framework import remainders
 _ADDRESSED = (
     "megatron",
     "tests.jobs.megatron",
-    "evidence.megatron",
+    "evidence",
     "tests.unit_tests",
     "pretrain",
     "gpt_builders",
