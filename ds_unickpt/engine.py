@@ -172,7 +172,7 @@ def adopt(runtime: EngineRuntime, engine: Any) -> None:
     unused = unused_options(internals.config_of(engine))
     if unused and engine.global_rank == 0:
         logger.warning(
-            'unickpt: "unickpt" in the DeepSpeed config sets %s, but not "enabled": true. DeepSpeed saves and loads by itself.',
+            'unickpt: "unickpt" in the DeepSpeed config sets %s, but not "enabled": true. DeepSpeed saves by itself.',
             ", ".join(unused),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_unickpt.batch import batch_hooks
 from ds_unickpt.compressing import compression_hooks
@@ -19,17 +19,23 @@ from unickpt.base import hooks
 from unickpt.base.autoload import watch
 from unickpt.base.hooks import Hook
 
+if TYPE_CHECKING:
+    from ds_unickpt.checkpoint_engine import UnickptCheckpointEngine
+    from unickpt.base.options.job import Options
+
 FRAMEWORK = "DeepSpeed"
 UPSTREAM = f"{SOURCE}deepspeed/runtime/checkpoint_engine/utils.py"
 UNTIL = "DeepSpeed has a registry of checkpoint engines that receive the engine"
 
 
 def _configure(runtime: EngineRuntime, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    from ds_unickpt.batch.config import valid_options
     from ds_unickpt.checkpoint_engine import ours_of
     from ds_unickpt.engine import adopt
+    from ds_unickpt.framework import internals
 
     result = wrapped(*args, **kwargs)
-    if hooks.unsettled(FRAMEWORK) and not _settled(runtime, instance):
+    if hooks.unsettled(FRAMEWORK) and not _settled(runtime, instance, valid_options(internals.config_of(instance))):
         return result
     adopt(runtime, instance)
     if ours_of(instance) is not None:  # not at the first load: a rank that cannot import then leaves the others waiting
@@ -38,13 +44,10 @@ def _configure(runtime: EngineRuntime, wrapped: Callable[..., Any], instance: An
     return result
 
 
-def _settled(runtime: EngineRuntime, engine: Any) -> bool:
+def _settled(runtime: EngineRuntime, engine: Any, options: Options | None) -> bool:
     """Run the self-test of the hooks if the engine uses them. Returns whether it can, which is the same on all ranks."""
-    from ds_unickpt.batch.config import valid_options
-    from ds_unickpt.framework import internals
     from unickpt.base.logs import make_visible
 
-    options = valid_options(internals.config_of(engine))
     if options is None or not options.enabled:
         return True
 
@@ -63,10 +66,23 @@ def _save(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) ->
     return save_checkpoint(wrapped, instance, *args, **kwargs)
 
 
-def _load(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+def _load(runtime: EngineRuntime, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
     from ds_unickpt.loading.load_checkpoint import load_checkpoint
 
-    return load_checkpoint(wrapped, instance, *args, **kwargs)
+    return load_checkpoint(partial(_reader, runtime), wrapped, instance, *args, **kwargs)
+
+
+def _reader(runtime: EngineRuntime, engine: Any, load_dir: Any, tag: Any) -> UnickptCheckpointEngine | None:
+    """Return what loads a unickpt checkpoint into an engine without the ``unickpt`` key; None if DeepSpeed loads."""
+    from ds_unickpt.loading import recognised
+
+    checkpoint = recognised.checkpoint_for(engine, load_dir, tag)
+    if not checkpoint:
+        return None
+    options = recognised.options_of(engine)
+    if hooks.unsettled(FRAMEWORK) and not _settled(runtime, engine, options):
+        return None
+    return recognised.reader(runtime, engine, options, checkpoint)
 
 
 def _start_timing(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
@@ -88,7 +104,7 @@ def _start_timing(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs:
 
 
 def _engine(name: str, method: str, wrapper: Callable[..., Any], why: str) -> Hook:
-    """Return a hook that replaces a method of the engine for jobs with the ``unickpt`` key."""
+    """Return a hook that replaces a method of the engine for jobs with the ``unickpt`` key, and for their checkpoints."""
     return declared(
         f"deepspeed.{name}", ENGINE, f"DeepSpeedEngine.{method}", wrapper, why=why, until=UNTIL, strict=True, upstream=UPSTREAM
     )
@@ -107,7 +123,12 @@ HOOKS = [
         _save,
         "a checkpoint engine receives (state_dict, path) only, not the parameters that a flat partition holds",
     ),
-    _engine("load", "load_checkpoint", _load, "load_checkpoint refuses another world size before it calls a checkpoint engine"),
+    _engine(
+        "load",
+        "load_checkpoint",
+        partial(_load, RUNTIME),
+        "load_checkpoint refuses another world size before it calls a checkpoint engine",
+    ),
 ]
 TIMING = declared(
     "deepspeed.timing.start",

@@ -43,6 +43,7 @@ class EngineRuntime:
         compressed: compression of the gradients that an engine, or its ZeRO optimizer, reduces.
         choosing: engines whose job chooses a compression by itself.
         owners: models of the engines that use unickpt; None before the first one.
+        readers: checkpoint engines that load unickpt checkpoints into engines without the ``unickpt`` key.
         script_found: folder that ``get_last_checkpoint`` last returned to a script; None before.
     """
 
@@ -55,6 +56,7 @@ class EngineRuntime:
         self.compressed: WeakKeyDictionary[Any, Compressed] = WeakKeyDictionary()
         self.choosing: WeakKeyDictionary[Any, Choosing] = WeakKeyDictionary()
         self.owners: Owners | None = None
+        self.readers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self.script_found: str | None = None
 
     def engine_exchange(self, engine: Any, *, timeout_s: float) -> MessageExchange:

@@ -1,4 +1,4 @@
-"""``DeepSpeedEngine.load_checkpoint``. A job without the ``unickpt`` key runs DeepSpeed's own function."""
+"""``DeepSpeedEngine.load_checkpoint``. What DeepSpeed has saved is loaded by its own function."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from unickpt.checkpoint.storage.base import is_url, join
 
 
 def load_checkpoint(
+    reader: Callable[..., UnickptCheckpointEngine | None],
     native: Callable[..., Any],
     engine: Any,
     load_dir: str,
@@ -43,6 +44,7 @@ def load_checkpoint(
     """Replace ``DeepSpeedEngine.load_checkpoint``. The arguments have the same meaning; the saved layout may differ.
 
     Args:
+        reader: returns what loads a checkpoint into an engine without the ``unickpt`` key (``recognised.py``).
         newest: without a ``latest`` file load the newest complete checkpoint. Checkpoints that cannot be loaded are an error.
             ``ds_unickpt.resume_or_start`` passes it.
 
@@ -64,6 +66,7 @@ def load_checkpoint(
     natively = partial(
         _natively, partial(native, load_dir, tag=tag, **arguments), engine, load_dir, tag, enabled=ours is not None
     )
+    ours = reader(engine, load_dir, tag) if ours is None else ours
     if ours is None:
         return natively()
     wanted = LoadArguments(
@@ -83,7 +86,7 @@ def _natively(native: Callable[[], Any], engine: Any, load_dir: Any, tag: Any, *
     try:
         return native()
     except Exception as err:
-        hint = "" if enabled else hints.without_the_key(load_dir, tag)
+        hint = "" if enabled else hints.switched_off(load_dir, tag)
         if hint:
             raise ConfigError(hint) from err
         told = other_layouts.with_advice(err, engine, load_dir, tag, enabled=enabled)

@@ -31,8 +31,8 @@ _TEXT = f"""\
 This folder is a checkpoint that unickpt wrote for a DeepSpeed job.
 It has no *_model_states.pt and no *_optim_states.pt files, so zero_to_fp32.py and ds_to_universal do not find any.
 
-Resume with DeepSpeed:  install unickpt ({install_command()}), and add
-                        "unickpt": {{"enabled": true}} to the DeepSpeed JSON.
+Resume with DeepSpeed:  install unickpt ({install_command()}). To save
+                        such checkpoints, too, add "unickpt": {{"enabled": true}} to the DeepSpeed JSON.
                         With UNICKPT_AUTOLOAD=0 or TORCH_DEVICE_BACKEND_AUTOLOAD=0 the program also needs: import ds_unickpt
 Weights as a model:     unickpt export THIS_FOLDER OUT                              (instead of zero_to_fp32.py)
 Universal checkpoint:   unickpt export THIS_FOLDER OUT --to deepspeed-universal     (instead of ds_to_universal)
@@ -50,20 +50,25 @@ def leave_readme(directory: str) -> None:
         open_storage(directory).write_atomic(README_FILE, _TEXT.encode())
 
 
-def without_the_key(load_dir: Any, tag: Any) -> str:
-    """Return why DeepSpeed alone cannot load a checkpoint and the remedy, or '' if it is no unickpt checkpoint."""
+def meant(load_dir: Any, tag: Any) -> str:
+    """Return the unickpt checkpoint that the arguments of ``load_checkpoint`` mean; '' if they mean another one, or none."""
     from unickpt.checkpoint.checkpoint_folder import latest_tag
     from unickpt.checkpoint.storage.base import join
 
-    try:
+    with contextlib.suppress(Exception):  # DeepSpeed's own error is shown
         directory = join(str(load_dir), str(tag or latest_tag(load_dir) or ""))
-        if not _is_ours_alone(directory):
-            return ""
-    except Exception:  # DeepSpeed's own error is shown
+        return directory if _is_ours_alone(directory) else ""
+    return ""
+
+
+def switched_off(load_dir: Any, tag: Any) -> str:
+    """Return why DeepSpeed alone cannot load a checkpoint and the remedy, or '' if it is no unickpt checkpoint."""
+    directory = meant(load_dir, tag)
+    if not directory:
         return ""
     return (
-        f"{directory} is a unickpt checkpoint, and this job's DeepSpeed config does not switch unickpt on. "
-        'Add "unickpt": {"enabled": true} to it, or make files that DeepSpeed alone loads: '
+        f'{directory} is a unickpt checkpoint, and this job switches unickpt off: by "enabled": false in its DeepSpeed config, '
+        'or by UNICKPT=off. Set "unickpt": {"enabled": true}, or make files that DeepSpeed alone loads: '
         f"unickpt export {directory} OUT --to deepspeed-universal"
     )
 

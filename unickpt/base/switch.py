@@ -19,13 +19,13 @@ REASON = f"{VARIABLE} in the environment"
 
 
 class Switch(str, Enum):
-    """What jobs do whose configuration does not name unickpt. All of them load unickpt checkpoints."""
+    """What jobs do whose configuration does not name unickpt. Under each value but the last they load unickpt checkpoints."""
 
     UNSET = ""
     ON = "1"  # save unickpt checkpoints, and show them to libraries as theirs
     SAVE = "save"  # save unickpt checkpoints
     LOAD = "load"  # show unickpt checkpoints to libraries as theirs
-    OFF = "off"  # as unset: for a job whose environment has the switch
+    OFF = "off"  # as unset, for a job whose environment has the switch; DeepSpeed itself then loads, too
 
     @property
     def saves(self) -> bool:
@@ -60,6 +60,15 @@ def section_of(config: Mapping[str, Any]) -> Any:
     if KEY in config or not switch().saves:
         return config.get(KEY)
     return {"enabled": True, "timing": {"enabled": os.environ.get(_TIMING) == "1"}}
+
+
+def recognises(config: Mapping[str, Any]) -> bool:
+    """Return whether a job that saves its framework's own checkpoints loads those of unickpt: nothing switches unickpt off.
+
+    Raises:
+        ConfigError: the environment has another value of the switch.
+    """
+    return "enabled" not in (config.get(KEY) or {}) and switch() is not Switch.OFF
 
 
 def asks(config: Mapping[str, Any]) -> bool:

@@ -20,7 +20,10 @@ BATCH = 12
 
 
 def config(layout: Layout, **extra: Any) -> dict[str, Any]:
-    """Return the DeepSpeed JSON of a layout. ``extra`` replaces keys. Saves are synchronous, because tests read the files."""
+    """Return the DeepSpeed JSON of a layout. ``extra`` replaces keys, and removes those that are None.
+
+    Saves are synchronous, because tests read the files.
+    """
     cfg: dict[str, Any] = {
         "train_batch_size": BATCH,
         "steps_per_print": 10**9,
@@ -35,7 +38,7 @@ def config(layout: Layout, **extra: Any) -> dict[str, Any]:
         cfg["bf16"] = {"enabled": True}
     if layout.precision == "bf16o":
         cfg["data_types"] = {"grad_accum_dtype": "fp32"}
-    return {**cfg, **extra}
+    return {key: value for key, value in {**cfg, **extra}.items() if value is not None}
 
 
 def build(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Callable
@@ -26,13 +27,15 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 
 @scenario(2)
-def without_the_key_the_error_of_a_load_names_the_format_and_the_remedy(folder: Path) -> None:
+def switched_off_the_error_of_a_load_names_the_format_and_the_remedy(folder: Path) -> None:
     place = damaged(folder, untouched)
-    remedy = r'is a unickpt checkpoint, and this job\'s DeepSpeed config does not switch.*Add "unickpt": \{"enabled": true\}'
-    for stage, section in ((1, {"enabled": False}), (3, {"enabled": False})):
+    remedy = r'is a unickpt checkpoint, and this job switches unickpt off.*Set "unickpt": \{"enabled": true\}'
+    for stage, section in ((1, {"enabled": False}), (3, None)):
         engine = build(here(stage), seed=2, unickpt=section)
+        os.environ["UNICKPT"] = "off" if section is None else ""
         with pytest.raises(UnickptError, match=remedy):
             engine.load_checkpoint(str(place))
+        del os.environ["UNICKPT"]
         assert engine.load_checkpoint(str(folder / "nowhere")) == (None, None)
         with pytest.raises(AssertionError):  # DeepSpeed's own errors do not change
             engine.load_checkpoint(str(folder), tag="nothing")

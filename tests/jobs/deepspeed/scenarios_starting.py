@@ -81,6 +81,32 @@ def a_job_resumes_at_any_world_size_and_logs_what_changed(folder: Path) -> None:
     assert logged == ([expected] if dist.get_rank() == 0 else [])
 
 
+@scenario(1, 2)
+def a_job_without_the_key_and_the_switch_loads_as_with_them_and_saves_by_deepspeed(folder: Path) -> None:
+    before = folder.parent / "a_job_without_the_key_and_the_switch_loads_as_with_them_and_saves_by_deepspeed-w1"
+    if dist.get_world_size() == 1:
+        torch.save(saved(before, 1, 3), before / "truth.pt")
+        return
+    truth = torch.load(before / "truth.pt")
+    for section in (None, {"verify": "sampled"}):
+        engine = build(here(3), seed=2, unickpt=section)
+        for _ in range(2):
+            with Log() as log:
+                path, state = engine.load_checkpoint(str(before))
+            assert (path, state["at"]) == (str(before / "global_step3" / "manifest.json"), 3)
+            said = [line for line in log.lines if "is a unickpt checkpoint, so unickpt loads it" in line]
+            assert len(said) == (dist.get_rank() == 0), log.lines
+            assert differences(truth, consolidated(engine, ADAM)) == []
+            train(engine, 1)
+    engine.save_checkpoint(str(folder))
+    dist.barrier()
+    again = build(here(3), seed=3, unickpt=None)
+    with Log() as log:
+        assert again.load_checkpoint(str(folder))[0].endswith("model_states.pt")
+    assert not log.lines
+    assert differences(consolidated(engine, ADAM), consolidated(again, ADAM)) == []
+
+
 @scenario(2)
 def without_a_latest_file_the_newest_complete_checkpoint_is_loaded(folder: Path) -> None:
     """As after a kill between the commit and the file ``latest`` of a job that has just begun."""

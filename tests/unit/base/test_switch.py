@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.needs import needs
 from unickpt.base.errors import ConfigError
-from unickpt.base.switch import Switch, asks, section_of, switch
+from unickpt.base.switch import Switch, asks, recognises, section_of, switch
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,13 @@ def test_a_configuration_counts_more_than_the_environment(monkeypatch: pytest.Mo
     assert (section_of({}), asks({}), section_of(off)) == (None, False, off["unickpt"])
     monkeypatch.setenv("UNICKPT", "1")
     assert (section_of({})["enabled"], asks({}), section_of(off)) == (True, True, off["unickpt"])
+
+
+def test_loads_recognise_unickpt_checkpoints_unless_a_job_switches_unickpt_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    off, timed = {"unickpt": {"enabled": False}}, {"unickpt": {"timing": {"enabled": True}}}
+    assert [recognises(config) for config in ({}, timed, off)] == [True, True, False]
+    monkeypatch.setenv("UNICKPT", "off")
+    assert not recognises({})
 
 
 @needs("deepspeed")
