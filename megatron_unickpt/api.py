@@ -102,7 +102,7 @@ def save(
             if turn is None:
                 raise
             request = saved()
-        return request.async_fn.pending if asynchronous else None
+        return request.finalize_fns.pending if asynchronous else None
 
 
 def _is_a_part(group: dist.ProcessGroup | None) -> bool:

@@ -11,21 +11,29 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.strategies import async_utils
 
-from megatron_unickpt.dist_checkpointing.saving import Background, MegatronSave
+from megatron_unickpt.dist_checkpointing.saving import Finalizers, MegatronSave
 from megatron_unickpt.framework import internals
+from unickpt.base.logs import logger
+from unickpt.base.switch import switch
 
 
 class ThreadCaller(async_utils.AsyncCaller):  # type: ignore[misc]
-    """An ``AsyncCaller`` for a save that already runs."""
+    """An ``AsyncCaller`` for a save that already runs.
+
+    Attributes:
+        polled: somebody has asked whether it is done.
+    """
 
     def __init__(self, pending: MegatronSave) -> None:
         self._pending = pending
+        self.polled = False
 
     def schedule_async_call(self, async_req: Any, *_: Any, **__: Any) -> None:
         """Do nothing: the save already runs."""
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
         """Return whether all ranks are done, or with ``no_dist`` this rank. Wait for them if ``blocking``."""
+        self.polled = True
         if blocking:
             self._pending.wait()
         alive = int(not self._pending.done)
@@ -47,8 +55,26 @@ class ThreadCaller(async_utils.AsyncCaller):  # type: ignore[misc]
 
 def schedule(wrapped: Callable[..., Any], queue: Any, async_request: Any) -> Any:
     """Wrap ``AsyncCallsQueue.schedule_async_request``: a save in a thread gets a ``ThreadCaller``."""
-    if not isinstance(async_request.async_fn, Background):
+    finalizers = async_request.finalize_fns
+    if not isinstance(finalizers, Finalizers):
         return wrapped(async_request)
-    if async_request.async_fn.in_memory:
+    if finalizers.in_memory:
         return None  # nothing follows when it ends, and the next save waits for it
-    return internals.enqueue(queue, ThreadCaller(async_request.async_fn.pending), async_request)
+    if switch().saves:
+        _finalize_unpolled(queue)
+    return internals.enqueue(queue, ThreadCaller(finalizers.pending), async_request)
+
+
+def _finalize_unpolled(queue: Any) -> None:
+    """Call the finalize functions of earlier saves that are done on all ranks, if nobody polls the queue.
+
+    verl's trainer calls a method for that which no worker has: its tracker file would never name these checkpoints.
+    """
+    callers = [call.async_caller for call in queue.async_calls]
+    if not callers or not all(isinstance(caller, ThreadCaller) and not caller.polled for caller in callers):
+        return
+    done = queue.maybe_finalize_async_calls(blocking=False)
+    for caller in callers[len(done) :]:
+        caller.polled = False
+    if done and torch.distributed.get_rank() == 0:
+        logger.info("unickpt: %d asynchronous saves that nobody has polled are finalized at the next one", len(done))

@@ -7,7 +7,6 @@ development branch). This module does not use Megatron's global arguments.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -135,8 +134,7 @@ def save(
         if turn is None:
             pending.conclude()
         return None
-    finalizers = _Finalizers(pending) if turn is None else _NoFinalizers()
-    return AsyncRequest(Background(pending, in_memory=turn is not None), (), finalizers)
+    return Request(None, (), Finalizers(pending, in_memory=turn is not None))  # None: a queue starts no process for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,62 +242,48 @@ class MegatronSave:
         self.wait()
         if not self.committed:
             result = self.pending.result
-            raise MegatronSaveError(
+            failed = MegatronSaveError(
                 f"Gave up saving {self.pending.directory} ({self.pending.cause()}). "
                 "No checkpoint was written; earlier checkpoints are intact.",
                 directory=self.pending.directory,
                 framework_saves=result is not None and result.framework_saves,
             )
+            failed.failures = () if result is None else result.failures
+            raise failed
 
 
-class Background:
-    """The ``async_fn`` of an ``AsyncRequest`` whose work already runs in a thread of this process.
+class Request(AsyncRequest):  # type: ignore[misc]
+    """Megatron's request, with the method that the queue of NVIDIA's resiliency extension calls in place of the functions."""
+
+    def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:  # noqa: ARG002 - the signature is theirs
+        """Call the finalize functions, and return the index of the call. The queue has found all ranks to be done."""
+        for function in self.finalize_fns:
+            function()
+        return int(self.call_idx)
+
+
+class Finalizers(list[Callable[[], Any]]):
+    """The finalize functions of an ``AsyncRequest`` whose save runs in a thread of this process.
+
+    The first one waits for the thread, so the queue of any package can have the request. Those added later run only if the
+    checkpoint was committed. A save into memory has none: they would name a checkpoint on disk, and delete older ones.
 
     Attributes:
         pending: the save.
         in_memory: whether the checkpoint goes into memory.
     """
 
-    def __init__(self, pending: MegatronSave, *, in_memory: bool = False) -> None:
+    def __init__(self, pending: MegatronSave, *, in_memory: bool) -> None:
+        super().__init__([] if in_memory else [self._conclude])
         self.pending, self.in_memory = pending, in_memory
-        self._process = os.getpid()
-
-    def __call__(self) -> None:
-        if os.getpid() == self._process:  # nothing to do in a child that Megatron forked
-            self.pending.wait()
-
-    def __reduce__(self) -> Any:
-        return (_noop_factory, ())  # nothing to do in a worker process that Megatron spawned
-
-
-def _noop_factory() -> Callable[[], None]:
-    return _noop
-
-
-def _noop() -> None:
-    return None
-
-
-class _Finalizers(list[Callable[[], Any]]):
-    """Megatron's finalize functions. Those added after the first one run only if the checkpoint was committed."""
-
-    def __init__(self, pending: MegatronSave) -> None:
-        super().__init__([self._conclude])
-        self._pending = pending
 
     def _conclude(self) -> None:
         try:
-            self._pending.conclude()
+            self.pending.conclude()
         except MegatronSaveError as err:
-            if self._pending.pending.rank == 0:
+            if self.pending.pending.rank == 0:
                 logger.error("unickpt: %s Training continues; the next save is synchronous.", err)
 
     def append(self, function: Callable[[], Any]) -> None:
-        super().append(lambda: function() if self._pending.committed else None)
-
-
-class _NoFinalizers(list[Callable[[], Any]]):
-    """Takes none of Megatron's finalize functions: they name a checkpoint on disk, and delete older ones."""
-
-    def append(self, function: Callable[[], Any]) -> None:
-        """Drop the function."""
+        if not self.in_memory:
+            super().append(lambda: function() if self.pending.committed else None)

@@ -14,6 +14,7 @@ from megatron_unickpt.runtime import Runtime
 from unickpt.base.errors import UnsupportedFrameworkError
 from unickpt.base.logs import logger, make_visible
 from unickpt.base.switch import REASON
+from unickpt.checkpoint.coordination.failure import FailureKind
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.storage.open import open_storage
 
@@ -42,14 +43,14 @@ def save(
     try:
         return ours()
     except MegatronSaveError as err:
-        if not err.framework_saves:
+        if not (err.framework_saves or _in_folders_of_their_own(err)):
             raise
         failed: Exception = err
     except UnsupportedFrameworkError as err:
         failed = err
     if first:
         logger.warning("unickpt: %s %s saves this checkpoint in Megatron's own format instead.", failed, strategy)
-        Path(directory).mkdir(parents=True, exist_ok=True)  # Megatron requires it, and the failed save has removed it
+    Path(directory).mkdir(parents=True, exist_ok=True)  # Megatron requires it, and the failed save has removed it
     torch.distributed.barrier()
     saved = natively()
     forget = partial(_forget, str(directory)) if first else None
@@ -58,6 +59,14 @@ def save(
     elif forget is not None:
         saved.add_finalize_fn(forget)
     return saved
+
+
+def _in_folders_of_their_own(err: MegatronSaveError) -> bool:
+    """Whether nothing but the arguments of the ranks was wrong: a library gathers the folders of the ranks by itself.
+
+    SkyRL saves from a temporary folder of each process to a cloud path. Its loads know the files of Megatron's format alone.
+    """
+    return {failure.kind for failure in err.failures} == {FailureKind.ARGUMENTS}
 
 
 def _forget(directory: str) -> None:

@@ -55,25 +55,29 @@ def leave_groups() -> None:
 
 
 class Job:
-    """One running model: ``chunks`` (a rank's pipeline chunks), ``optimizer``, and the next ``step``."""
+    """One running model: ``chunks`` (a rank's pipeline chunks), ``optimizer``, and the next ``step``.
+
+    ``groups``: make the process groups. False: the model is in those of an earlier job, beside its model.
+    """
 
     def __init__(
         self, layout: Layout, *, seed: int = 1, tied: bool = True, vocabulary: int = 96, width: int = 32, length: int = LENGTH,
         batch: int = BATCH, micro_batch: int = 1, lr: float = 1e-2, predictions: int = 0,
-        frozen: Callable[[str], bool] | None = None,
+        frozen: Callable[[str], bool] | None = None, groups: bool = True,
     ) -> None:  # fmt: skip
         self.layout, self.step = layout, 0
         self.vocabulary, self.length, self.batch, self.predictions = vocabulary, length, batch, predictions
         self.micro_batch = micro_batch
-        leave_groups()
         cpu.compile_nothing()
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-            context_parallel_size=layout.cp,
-            expert_model_parallel_size=layout.ep,
-        )
+        if groups:
+            leave_groups()
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=layout.tp,
+                pipeline_model_parallel_size=layout.pp,
+                virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+                context_parallel_size=layout.cp,
+                expert_model_parallel_size=layout.ep,
+            )
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
         self.config = self._config(width)

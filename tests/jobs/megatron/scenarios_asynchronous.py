@@ -67,3 +67,16 @@ def a_failed_asynchronous_save_logs_a_warning_and_is_not_finalized(folder: Path)
     assert finalized == []
     assert not check_is_distributed_checkpoint(where)
     assert not marks.recognises(where)
+
+
+@scenario(2)
+def an_asynchronous_save_runs_in_the_queue_of_another_package(folder: Path) -> None:
+    """As in that of NVIDIA's resiliency extension, whose worker process ignores requests of Megatron's class."""
+    state = {"a": halves("a", torch.ones(4, 2))}
+    request = dist_checkpointing.save(state, made(folder / "ck"), strategy(), async_sharded_save=True)
+    done: list[str] = []
+    request.add_finalize_fn(lambda: done.append("finalized"))
+    assert request.async_fn is None  # no process is started
+    assert request.freeze()._replace(call_idx=3).execute_finalize_fns(validate_matching_call_idx=True) == 3
+    assert marks.recognises(str(folder / "ck"))
+    assert done == ["finalized"]

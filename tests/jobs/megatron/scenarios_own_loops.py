@@ -6,8 +6,10 @@ import copy
 import logging
 import os
 import pickle
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
@@ -384,3 +387,47 @@ def values_of_the_common_state_in_which_ranks_differ_are_each_ranks_own(folder: 
     assert (found["port"], entries["common.port"].outcome, entries["common.rng"].outcome) == (4000, "set", "re-seeded")
     drawn = _of_all(torch.rand(2, generator=torch.Generator().set_state(found["rng"]["cpu"])).tolist())
     assert drawn[0] == drawn[1]  # tensor parallel ranks, outside of their regions
+
+
+@scenario(2)
+def with_the_switch_a_folder_of_its_own_for_each_rank_is_saved_by_megatron(folder: Path) -> None:
+    """As SkyRL has it on a cloud path: a temporary folder of each process, whose files it gathers by itself."""
+    rank = dist.get_rank()
+    job = Job(Layout(tp=2))
+    job.train(1)
+    expected = _live(job)
+    own = folder / f"of rank {rank}"
+    own.mkdir()
+    with _switched(), _warnings() as told:
+        dist_checkpointing.save(_described(job, BUCKETS), str(own), _megatrons_strategy())
+    assert list(own.glob(f"__{rank}_*.distcp"))
+    assert not _is_ours(str(own))
+    if rank == 0:
+        assert any("on this rank and" in text and "in Megatron's own format instead" in text for text in told), told
+    dist.barrier()
+    for file in own.iterdir():
+        shutil.copy(file, folder)
+    dist.barrier()
+    _assert_equal(expected, _live(_loaded(Layout(tp=2), str(folder), BUCKETS)))
+
+
+@scenario(2)
+def with_the_switch_asynchronous_saves_that_nobody_polls_are_finalized_at_the_next_one(folder: Path) -> None:
+    """As verl's, which writes its tracker file in a finalize function. A checkpoint is committed without any call."""
+    queue, done = AsyncCallsQueue(), list[str]()
+    with _switched():
+        for step in ("1", "2", "3"):
+            for part in ("model", "optimizer"):  # the second one does not wait for the first one
+                state = {part: halves(part, torch.ones(4, 2))}
+                directory = made(folder / step / part)
+                request = dist_checkpointing.save(state, directory, _megatrons_strategy(), async_sharded_save=True)
+                request.add_finalize_fn(partial(done.append, f"{step}/{part}"))
+                queue.schedule_async_request(request)
+            for call in queue.async_calls:
+                call.async_request.finalize_fns.pending.wait()
+            assert _is_ours(str(folder / step / "optimizer"))
+            dist.barrier()
+    assert done[:4] == ["1/model", "1/optimizer", "2/model", "2/optimizer"]
+    assert "3/optimizer" not in done
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert len(done) == 6
