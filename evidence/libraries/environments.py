@@ -23,6 +23,7 @@ def python_of(library: str, folder: Path) -> str:
         where = "import sysconfig; print(sysconfig.get_path('purelib'))"
         own = subprocess.check_output([python, "-c", where], text=True).strip()
         (Path(own) / "frameworks.pth").write_text(sysconfig.get_path("purelib") + "\n")  # after the library's own
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(HERE / f"{library}.txt")], check=True)
+        options = ("--quiet", "--no-deps", "--ignore-requires-python")  # some ask for a later Python and run with this one
+        subprocess.run([python, "-m", "pip", "install", *options, "-r", str(HERE / f"{library}.txt")], check=True)
         made.write_text(wanted)
     return str(python)

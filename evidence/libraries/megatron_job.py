@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megatron_unickpt.testing.jobs import Job  # before anything of Megatron
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -27,9 +29,10 @@ from unickpt.testing.launch import leave
 
 STEPS = (3, 2)  # before the save, and after the save or the load
 Call = Callable[[dict[str, Job], Task], Any]
+Make = Callable[[Layout, int], dict[str, Job]]
 
 
-def run(task: Task, save: Call, load: Call, *, make: Callable[[Layout, int], dict[str, Job]] | None = None) -> None:
+def run(task: Task, save: Call, load: Call, *, make: Make | None = None) -> None:
     """Do a task in this rank of a job of torchrun, and end the process.
 
     Args:
@@ -38,19 +41,28 @@ def run(task: Task, save: Call, load: Call, *, make: Callable[[Layout, int], dic
         load: the same for a load.
         make: makes the models of the job, by name, from a layout and a seed. Default: one model.
     """
+    run_all([task], save, load, make=make)
+
+
+def run_all(tasks: Sequence[Task], save: Call, load: Call, *, make: Make | None = None) -> None:
+    """Do several tasks, one after the other, up to one that fails."""
     dist.init_process_group("gloo")
-    layout = Layout.parse(task.layout)
-    try:
-        jobs = (make or _one)(layout, 7 if task.loads else 1)
-        result = (_loaded if task.loads else _saved)(jobs, task, load if task.loads else save)
-    except BaseException as err:
-        traceback.print_exc()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # Megatron saves the padding of its buffers: fills it
+    for task in tasks:
+        seed = 7 if task.loads else 1
+        random.seed(seed)
+        numpy.random.seed(seed)
+        try:
+            jobs = (make or _one)(Layout.parse(task.layout), seed)
+            result = (_loaded if task.loads else _saved)(jobs, task, load if task.loads else save)
+        except BaseException as err:
+            traceback.print_exc()
+            if dist.get_rank() == 0:
+                Result(error=f"{type(err).__name__}: {err}").write(task)
+            os._exit(1)  # ranks that wait for this one end with it
         if dist.get_rank() == 0:
-            Result(error=f"{type(err).__name__}: {err}").write(task)
-        os._exit(1)  # ranks that wait for this one end with it
-    if dist.get_rank() == 0:
-        result.write(task)
-    dist.barrier()
+            result.write(task)
+        dist.barrier()
     truth.close()
     leave()
 
