@@ -6,6 +6,7 @@ Megatron schedules, polls and finalizes them like its own. It forks no process f
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,23 +18,25 @@ from unickpt.base.logs import logger
 from unickpt.base.switch import switch
 
 
+@dataclass
+class Polling:
+    """Whether somebody has ever polled a queue. Once that is so on one rank, it is so on all: a poll is a call of all ranks."""
+
+    seen: bool = False
+
+
 class ThreadCaller(async_utils.AsyncCaller):  # type: ignore[misc]
-    """An ``AsyncCaller`` for a save that already runs.
+    """An ``AsyncCaller`` for a save that already runs. It notes the polls of its queue."""
 
-    Attributes:
-        polled: somebody has asked whether it is done.
-    """
-
-    def __init__(self, pending: MegatronSave) -> None:
-        self._pending = pending
-        self.polled = False
+    def __init__(self, pending: MegatronSave, polling: Polling) -> None:
+        self._pending, self._polling = pending, polling
 
     def schedule_async_call(self, async_req: Any, *_: Any, **__: Any) -> None:
         """Do nothing: the save already runs."""
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
         """Return whether all ranks are done, or with ``no_dist`` this rank. Wait for them if ``blocking``."""
-        self.polled = True
+        self._polling.seen = True
         if blocking:
             self._pending.wait()
         alive = int(not self._pending.done)
@@ -60,21 +63,19 @@ def schedule(wrapped: Callable[..., Any], queue: Any, async_request: Any) -> Any
         return wrapped(async_request)
     if finalizers.in_memory:
         return None  # nothing follows when it ends, and the next save waits for it
-    if switch().saves:
-        _finalize_unpolled(queue)
-    return internals.enqueue(queue, ThreadCaller(finalizers.pending), async_request)
+    polling = vars(queue).setdefault("unickpt_polling", Polling())
+    if switch().saves and not polling.seen:
+        _finalize_done(queue, polling)
+    return internals.enqueue(queue, ThreadCaller(finalizers.pending, polling), async_request)
 
 
-def _finalize_unpolled(queue: Any) -> None:
-    """Call the finalize functions of earlier saves that are done on all ranks, if nobody polls the queue.
+def _finalize_done(queue: Any, polling: Polling) -> None:
+    """Call the finalize functions of earlier saves that are done on all ranks, in a queue that nobody polls.
 
     verl's trainer calls a method for that which no worker has: its tracker file would never name these checkpoints.
     """
-    callers = [call.async_caller for call in queue.async_calls]
-    if not callers or not all(isinstance(caller, ThreadCaller) and not caller.polled for caller in callers):
-        return
-    done = queue.maybe_finalize_async_calls(blocking=False)
-    for caller in callers[len(done) :]:
-        caller.polled = False
-    if done and torch.distributed.get_rank() == 0:
-        logger.info("unickpt: %d asynchronous saves that nobody has polled are finalized at the next one", len(done))
+    if all(isinstance(call.async_caller, ThreadCaller) for call in queue.async_calls):
+        done = queue.maybe_finalize_async_calls(blocking=False)
+        polling.seen = False
+        if done and torch.distributed.get_rank() == 0:
+            logger.info("unickpt: %d asynchronous saves that nobody has polled are finalized at the next one", len(done))

@@ -431,3 +431,11 @@ def with_the_switch_asynchronous_saves_that_nobody_polls_are_finalized_at_the_ne
     assert "3/optimizer" not in done
     queue.maybe_finalize_async_calls(blocking=True)
     assert len(done) == 6
+    with _switched():  # somebody polls
+        for _ in range(2):
+            request = dist_checkpointing.save(state, made(folder / "4"), _megatrons_strategy(), async_sharded_save=True)
+            queue.schedule_async_request(request)
+            request.finalize_fns.pending.wait()
+            dist.barrier()
+    assert queue.get_num_unfinalized_calls() == 2
+    queue.maybe_finalize_async_calls(blocking=True)
