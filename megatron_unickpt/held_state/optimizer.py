@@ -223,7 +223,8 @@ def _sharded(parts: list[ShardedTensor], held: HeldRange, state: str, data: torc
     flat = data.detach().view(-1)
     origin = held.parameter.storage_offset()
     for part in parts:
-        view = held.parameter.detach() if part.data is held.parameter else part.data
+        # Megatron's load of the weights gives the data of their description the prepended axes, too
+        view = held.parameter.detach() if part.data is held.parameter else part.data.detach().view(part.local_shape)
         boxes = boxes_of_view(view.shape, view.stride(), view.storage_offset() - origin, held.lo, held.hi)
         for box, at in boxes:
             start = tuple(o + s for o, s in zip(part.global_offset[part.prepend_axis_num :], box.start, strict=True))

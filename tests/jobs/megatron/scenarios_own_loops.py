@@ -350,6 +350,25 @@ def with_the_switch_a_librarys_own_checkpoint_loads_as_before(folder: Path) -> N
             assert not _is_ours(_saved_by_library(job, folder / "load", BUCKETS))
 
 
+@scenario(2)
+def with_the_switch_an_optimizer_is_described_after_megatrons_load_of_the_weights(folder: Path) -> None:
+    """As verl does it with checkpoints of before the switch. Megatron's load has reshaped the data in the description."""
+    job = Job(Layout(tp=2))
+    job.train(2)
+    expected = _live(job)
+    for name, part in _described(job, BUCKETS).items():
+        dist_checkpointing.save({name: part}, made(folder / name), _megatrons_strategy(), content_metadata=dict(BUCKETS))
+    assert (folder / "optimizer" / "common.pt").is_file()
+    with _switched():
+        again = Job(Layout(tp=2), seed=7)
+        weights = {"model": again.modules[0].sharded_state_dict(metadata=dict(BUCKETS))}
+        again.modules[0].load_state_dict(dist_checkpointing.load(dict(weights), str(folder / "model"))["model"])
+        optimizer = again.optimizer.sharded_state_dict(weights, is_loading=True, metadata=dict(BUCKETS))
+        found = dist_checkpointing.load({"optimizer": optimizer}, str(folder / "optimizer"))
+        again.optimizer.load_state_dict(found["optimizer"])
+        _assert_equal(expected, _live(again))
+
+
 def _is_ours(where: str) -> bool:
     return (Path(where) / "manifest.json").is_file()
 
