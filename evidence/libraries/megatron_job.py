@@ -115,9 +115,10 @@ def _gathered(job: Job, folder: Path) -> truth.Truth | None:
 
 
 def _groups(job: Job) -> list[str]:
-    """Return the different settings of parameter groups, with their steps, of all ranks."""
+    """Return the different settings of parameter groups, with their steps, of all ranks, but not how experts are divided."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [json.dumps(group, sort_keys=True, default=str) for group in job.hyperparameters()])
+    groups = [{key: value for key, value in group.items() if key != "is_expert_parallel"} for group in job.hyperparameters()]
+    dist.all_gather_object(everyone, [json.dumps(group, sort_keys=True, default=str) for group in groups])
     return sorted({group for own in everyone for group in own})
 
 

@@ -45,6 +45,7 @@ ABSENT = "absent"  # as a value of the switch: no hook of unickpt is installed
 LIMIT = 3e-3  # losses of bf16 models differ by rounding under another layout
 TIMEOUT_S = 900.0
 _TASK = ".task.json"
+_ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,7 @@ def _without_switches() -> dict[str, str]:
 
 def _last_error(output: str) -> str:
     """Return the last line of the output that names an error of the job itself."""
-    lines = [line for line in output.splitlines() if "Error" in line and "ChildFailedError" not in line]
+    lines = [line for line in output.splitlines() if _ERROR.match(line) and "ChildFailedError" not in line]
     return (lines or output.strip().splitlines() or ["no output"])[-1].strip()
 
 
@@ -238,8 +239,11 @@ def _value(switch: str) -> str:
 
 
 def _shown(layout: str) -> str:
-    """Return a layout as pages name it: TP2 for ``gpt-tp2-dist``, and other names as they are."""
-    return re.sub("^gpt-(.*)-dist$", lambda found: found[1].upper(), layout)
+    """Return a layout as pages name it: TP2 PP2 for ``gpt-tp2pp2-dist``. Other names are as they are."""
+    found = re.fullmatch("(gpt|moe)-((?:[a-z]+[0-9]+)+)-dist", layout)
+    if found is None:
+        return layout
+    return " ".join([*re.findall("[a-z]+[0-9]+", found[2].upper(), re.I), *(["(MoE)"] if found[1] == "moe" else [])])
 
 
 def digests(folder: Path, *, leave_out: Callable[[str], bool] = lambda _: False) -> dict[str, str]:
