@@ -30,8 +30,8 @@ generators of each in folders of their own. verl writes `ckpt_contents.json`, `t
 itself. With `{ASYNCHRONOUS}` it writes the first and the last of these when Megatron's queue is polled, which no worker of this
 release does. With the switch that happens when the next save is scheduled; an actor's can be when its critic's is.
 
-With `{GATHERED}` verl gives the optimizer a description of the weights that its load has replaced by the weights.
-Megatron refuses this, also without unickpt.
+With `{GATHERED}` verl gives the optimizer the description of the weights that their load has used. Megatron's load
+reshapes the data in it, so Megatron does not find its parameters there, also without unickpt.
 
 Not tested: weights in Hugging Face's format through a bridge, LoRA, Megatron-FSDP, the FSDP manager, and Ray."""
 
