@@ -56,18 +56,9 @@ def worker(args: argparse.Namespace) -> None:
 
     import torch
     import torch.distributed as dist
-    from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing.serialization import (
-        get_default_load_sharded_strategy,
-        get_default_save_sharded_strategy,
-    )
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-        FullyParallelLoadStrategyWrapper,
-        FullyParallelSaveStrategyWrapper,
-    )
 
-    from megatron_unickpt.held_state.optimizer import METADATA
+    from benchmarks.megatron_formats import load, save, shard_bytes
     from megatron_unickpt.testing.layouts import Layout
     from megatron_unickpt.testing.truth import close
     from unickpt.testing.launch import leave
@@ -78,32 +69,6 @@ def worker(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     width = max(64, int((args.millions * 1e6 / 40) ** 0.5) // 32 * 32)
 
-    def metadata(kind: str) -> dict[str, Any]:
-        own = METADATA if kind == "unickpt" else {"distrib_optim_sharding_type": kind}
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        return {**own, "chained_optim_avoid_prefix": True, "singleton_local_shards": False, "dp_cp_group": group}
-
-    def described(job: Job, kind: str, is_loading: bool) -> dict[str, Any]:
-        state: dict[str, Any] = {"model": job.modules[0].sharded_state_dict(metadata=metadata(kind))}
-        state["optimizer"] = job.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata(kind))
-        return state
-
-    def group() -> Any:
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-    def save(job: Job, kind: str, where: Path, queue: AsyncCallsQueue | None = None) -> None:
-        """Save through a queue, as the training scripts save asynchronously. The save ends when the queue is finalized."""
-        strategy = get_default_save_sharded_strategy("unickpt" if kind == "unickpt" else "torch_dist")
-        if kind != "unickpt":
-            strategy = FullyParallelSaveStrategyWrapper(strategy, group())
-        state = described(job, kind, False)
-        behind = queue is not None
-        request = dist_checkpointing.save(
-            state, str(where), strategy, validate_access_integrity=False, async_sharded_save=behind
-        )
-        if queue is not None:
-            queue.schedule_async_request(request)
-
     def save_behind(job: Job, kind: str, where: Path) -> tuple[float, float]:
         """Return the seconds of the call, and until the checkpoint is written."""
         queue = AsyncCallsQueue()
@@ -112,16 +77,6 @@ def worker(args: argparse.Namespace) -> None:
         queue.maybe_finalize_async_calls(blocking=True)
         dist.barrier()
         return stall, time.perf_counter() - began
-
-    def load(job: Job, kind: str, where: Path) -> None:
-        strategy = get_default_load_sharded_strategy(str(where))
-        if kind != "unickpt":
-            strategy = FullyParallelLoadStrategyWrapper(strategy, group())
-        together = kind == "unickpt"  # Megatron's validation exchanges metadata; in unickpt the ranks agree on failures
-        state = described(job, kind, True)
-        loaded = dist_checkpointing.load(state, str(where), strategy, validate_access_integrity=together)
-        job.modules[0].load_state_dict(loaded["model"])
-        job.optimizer.load_state_dict(loaded["optimizer"])
 
     def fresh(where: Path) -> Path:
         if dist.get_rank() == 0:
@@ -134,7 +89,7 @@ def worker(args: argparse.Namespace) -> None:
     for name in [n for n in args.layouts if Layout.parse(f"gpt-{n}-dist").world == dist.get_world_size()]:
         job = Job(Layout.parse(f"gpt-{name}-dist"), width=width)
         job.train(1)
-        mine = sum(h.numel() for g in job.optimizer.param_groups for h in g["params"]) * 12
+        mine = shard_bytes(job)
         raw = Raw(folder / f"raw{dist.get_rank()}", mine)
         seconds: dict[str, list[float]] = {}
         sizes: dict[str, list[int]] = {}
