@@ -41,7 +41,7 @@ def _type(option: Option) -> str:
         return "number > 0"
     if option.kind is int:
         return f"integer ≥ {option.least}" if option.most is None else f"integer, {option.least} to {option.most}"
-    return _TYPES[option.kind]
+    return "names" if option.several else _TYPES[option.kind]
 
 
 def _flag(option: Option) -> str:
@@ -52,7 +52,7 @@ def _flag(option: Option) -> str:
     (flag,) = (flag for flag, other in FLAGS.items() if other == option)
     if option.kind is bool:
         return f"`{flag}`" + (" (sets `false`)" if option.default else "")
-    return f"`{flag} {'CHOICE' if option.choices else option.kind.__name__.upper()}`"
+    return f"`{flag} {'CHOICE' if option.choices else 'NAME...' if option.several else option.kind.__name__.upper()}`"
 
 
 def options_table(section: str) -> str:

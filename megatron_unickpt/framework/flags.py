@@ -64,6 +64,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags to the parser of the scripts, as the group ``unickpt``."""
     group = parser.add_argument_group(KEY, "universal checkpoints (--ckpt-format unickpt) and timing of collectives")
     flags.add_flags(group, FLAGS)
+    flags.name_the_nearest(parser, FLAGS)
 
 
 def options_of(arguments: Any) -> ScriptOptions:

@@ -122,3 +122,12 @@ def test_a_mistake_on_the_command_line_is_named(words: str, said: str, capsys: p
     with pytest.raises(SystemExit):
         parser().parse_args(words.split())
     assert said in capsys.readouterr().err
+
+
+def test_an_unknown_flag_names_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--unickpt-keep-lst=3", "--unickpt-timing"])
+    assert "unrecognized arguments: --unickpt-keep-lst=3; did you mean --unickpt-keep-last?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--other"])
+    assert "did you mean" not in capsys.readouterr().err

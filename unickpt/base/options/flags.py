@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from unickpt.base.errors import ConfigError
 from unickpt.base.options.declared import KEY, Option
@@ -41,6 +42,18 @@ def add_flags(group: Any, flags: Mapping[str, Option]) -> None:
             how |= {"nargs": "+", "metavar": "NAME"}
         words = help_of(option).replace("%", "%%")
         group.add_argument(flag, dest=attribute_of(option), default=option.default, help=words, **how)
+
+
+def name_the_nearest(parser: argparse.ArgumentParser, flags: Mapping[str, Option]) -> None:
+    """Let the parser's error about an unknown flag of this package name the known flag that is most like it."""
+    error = parser.error
+
+    def hinted(message: str) -> NoReturn:
+        given = [word.partition("=")[0] for word in message.split() if word.startswith(f"--{KEY}")]
+        near = [difflib.get_close_matches(flag, flags, n=1, cutoff=0.0)[0] for flag in given if flag not in flags]
+        error(f"{message}; did you mean {', '.join(near)}?" if near else message)
+
+    parser.error = hinted  # type: ignore[method-assign]
 
 
 def _parsed(option: Option, flag: str) -> Any:
