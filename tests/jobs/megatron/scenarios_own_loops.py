@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 import megatron_unickpt
+from megatron_unickpt import hooks as megatron_hooks
 from megatron_unickpt.framework import optimizer_internals
 from megatron_unickpt.edge import RUNTIME
 from megatron_unickpt.held_state.optimizer import METADATA, MegatronsForm
@@ -34,6 +35,7 @@ from megatron_unickpt.testing.truth import consolidated, optimizers_take_metadat
 from tests.jobs.megatron.compared import differences
 from tests.jobs.megatron.scenarios import scenario
 from tests.jobs.megatron.sharded_state import halves, made, strategy
+from unickpt.base import hooks
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 
 Form = Mapping[str, Any] | None  # metadata of ``sharded_state_dict``; None: the loop passes none
@@ -371,6 +373,47 @@ def with_the_switch_an_optimizer_is_described_after_megatrons_load_of_the_weight
 
 def _is_ours(where: str) -> bool:
     return (Path(where) / "manifest.json").is_file()
+
+
+@scenario(2)
+def without_the_switch_a_librarys_checkpoint_has_the_bytes_of_megatrons(folder: Path) -> None:
+    job = Job(Layout(dp=2))
+    job.train(1)
+    torch.use_deterministic_algorithms(True)  # fills memory that Megatron stores and never sets: the padding of buckets
+    for form in (BUCKETS, GATHERED):
+        with _switched("off"):
+            hooked = _bytes_of(_saved_by_library(job, folder / "ck", form))
+        hooks.uninstall(megatron_hooks.DECLARED)
+        try:
+            own = dist_checkpointing.serialization.save  # the package still has the hooked one
+            own(_described(job, form), made(folder / "ck"), _megatrons_strategy(), content_metadata=dict(form or {}))
+            stock = _bytes_of(str(folder / "ck"))
+        finally:
+            for install in (
+                megatron_hooks.install_core,
+                megatron_hooks.install_async,
+                megatron_hooks.install_optimizer,
+                megatron_hooks.install_distributed_optimizer,
+                megatron_hooks.install_layer_wise_optimizer,
+            ):
+                install()
+        assert hooked.keys() == stock.keys()
+        assert [name for name, content in hooked.items() if content != stock[name]] == []
+    torch.use_deterministic_algorithms(False)
+
+
+def _bytes_of(directory: str) -> dict[str, Any]:
+    """Return what the files of a checkpoint of Megatron have in them, and remove them."""
+    found: dict[str, Any] = {}
+    if dist.get_rank() == 0:
+        found = {file.name: file.read_bytes() for file in Path(directory).iterdir()}
+        metadata = pickle.loads(found.pop(".metadata"))
+        found["metadata"] = repr(metadata.state_dict_metadata)
+        found["places"] = sorted(map(repr, metadata.storage_data.items()))  # in the order in which processes ended
+        shutil.rmtree(directory)
+    everywhere = [found]
+    dist.broadcast_object_list(everywhere)
+    return everywhere[0]
 
 
 @scenario(2)
