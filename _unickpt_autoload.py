@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # the real name would import typing
 # module of a framework -> what is called once it has been imported: ``module:function``
 DEEPSPEED = {"deepspeed.runtime.engine": "ds_unickpt:install"}
 MEGATRON = {
+    "megatron.core.parallel_state": "megatron_unickpt.hooks:install_parallel_state",
     "megatron.core.dist_checkpointing.serialization": "megatron_unickpt.hooks:install_core",
     "megatron.core.dist_checkpointing.strategies.async_utils": "megatron_unickpt.hooks:install_async",
     "megatron.core.optimizer.optimizer": "megatron_unickpt.hooks:install_optimizer",

@@ -20,7 +20,8 @@ from megatron_unickpt.measuring import precision
 from megatron_unickpt.runtime import Purpose, Runtime
 from unickpt.base import hooks
 from unickpt.base.hooks import Hook
-from unickpt.base.switch import switch
+from unickpt.base.options.job import TimingOptions
+from unickpt.base.switch import switch, times
 
 SERIALIZATION = "megatron.core.dist_checkpointing.serialization"
 ASYNC = "megatron.core.dist_checkpointing.strategies.async_utils"
@@ -323,6 +324,16 @@ install_optimizer = partial(_install, OPTIMIZER)
 install_distributed_optimizer = partial(_install, DISTRIBUTED_OPTIMIZER)
 install_layer_wise_optimizer = partial(_install, LAYER_WISE_OPTIMIZER)
 install_arguments = partial(_install, ARGUMENTS)
+
+
+def install_parallel_state() -> bool:
+    """Let a job time its collectives if the environment asks for it: libraries pass no flag on."""
+    if not times():
+        return False
+    from megatron_unickpt.measuring import timing
+
+    timing.begin_with_groups(TimingOptions(enabled=True))
+    return True
 
 
 def install_training() -> bool:

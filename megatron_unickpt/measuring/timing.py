@@ -102,8 +102,13 @@ def all_timing_hooks() -> list[Hook]:
 
 
 def begin_with_groups(options: TimingOptions) -> None:
-    """Start timing when Megatron creates its process groups. The training scripts parse their options before that."""
-    hooks.install([groups_hook(options)], framework="Megatron", version=version())
+    """Start timing when Megatron creates its process groups. The training scripts parse their options before that.
+
+    The last call counts: what the scripts parse, after what the environment asks for.
+    """
+    hook = groups_hook(options)
+    hooks.uninstall([hook])
+    hooks.install([hook], framework="Megatron", version=version())
 
 
 def begin(options: TimingOptions) -> None:

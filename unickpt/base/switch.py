@@ -59,7 +59,12 @@ def section_of(config: Mapping[str, Any]) -> Any:
     """
     if KEY in config or not switch().saves:
         return config.get(KEY)
-    return {"enabled": True, "timing": {"enabled": os.environ.get(_TIMING) == "1"}}
+    return {"enabled": True, "timing": {"enabled": times()}}
+
+
+def times() -> bool:
+    """Return whether the environment asks for the timing of collectives, beside the switch."""
+    return switch().saves and os.environ.get(_TIMING) == "1"
 
 
 def recognises(config: Mapping[str, Any]) -> bool:

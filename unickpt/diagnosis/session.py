@@ -23,6 +23,7 @@ from unickpt.base.logs import logger
 from unickpt.base.memory_status import MemoryStatus, write_status
 from unickpt.base.options.job import TimingOptions
 from unickpt.base.private_files import SHARED_MEMORY, file_name, make_named_folder
+from unickpt.base.role import role
 from unickpt.base.round_folder import RUN_ID, folder_of_round
 from unickpt.diagnosis.agent import launch
 from unickpt.diagnosis.host import stack_dumps
@@ -102,7 +103,7 @@ class Session:
         if not options.watch:
             return None
         port, address = options.metrics_port, options.metrics_address
-        return launch.start(self.folder, first_rank, _store(), metrics_port=port, metrics_address=address)
+        return launch.start(self.folder, first_rank, _store(), metrics_port=port, metrics_address=address, role=role())
 
     def _describe(self, group: Any) -> dict[str, Any]:
         named = [label for label, groups in self._labels().items() if any(group is known for known in groups)]
@@ -278,7 +279,7 @@ def _store() -> Any:
 
 
 def job_name() -> str:
-    """Return a name that all ranks of a job share: the launcher's run, the master's address and port."""
-    parts = [os.environ.get(RUN_ID, ""), os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")]
+    """Return a name that all ranks of a job share: their role, the launcher's run, the master's address and port."""
+    parts = [role(), os.environ.get(RUN_ID, ""), os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")]
     text = "-".join(part for part in parts if part and part != "none")
     return file_name(text) or "job"

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.support.needs import needs
 from unickpt.base.errors import ConfigError
+from unickpt.base.role import role
 from unickpt.base.switch import Switch, asks, recognises, section_of, switch
+from unickpt.diagnosis import parse_line
+from unickpt.diagnosis.agent.loop import with_role
 
 
 @pytest.mark.parametrize(
@@ -49,3 +56,37 @@ def test_a_deepspeed_job_without_the_key_has_the_options_of_the_switch(monkeypat
     assert options is not None
     assert (options.enabled, options.timing.enabled) == (True, True)
     assert not read_options({"unickpt": {"enabled": False}}).enabled  # type: ignore[union-attr]
+
+
+_LIBRARY = """
+import torch.distributed as dist
+from megatron.core import parallel_state
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+parallel_state.initialize_model_parallel()
+from unickpt.diagnosis import session
+print(session.folder())
+"""
+
+
+@needs("megatron")
+def test_a_library_on_megatron_core_has_its_collectives_timed() -> None:
+    environment = {**os.environ, "UNICKPT": "1", "UNICKPT_TIMING": "1", "UNICKPT_ROLE": "critic"}
+    ran = subprocess.run([sys.executable, "-c", _LIBRARY], env=environment, capture_output=True, text=True, timeout=200)
+    assert "-critic" in ran.stdout, ran.stderr
+
+
+def test_the_role_is_what_the_environment_says_or_the_class_of_the_ray_actor() -> None:
+    assert role({"UNICKPT_ROLE": "reward"}, "ray::CriticWorker.step") == "reward"
+    assert [role({}, title) for title in ("ray::CriticWorker.step", "ray::CriticWorker", "ray::Critic(pid=1)", "python")] == [
+        "CriticWorker",
+        "CriticWorker",
+        "Critic",
+        "",
+    ]
+
+
+def test_lines_of_an_agent_name_the_role() -> None:
+    assert with_role("unickpt: rank 2 waits", "critic") == "unickpt (critic): rank 2 waits"
+    line = with_role("unickpt HANG rank=2", role({"UNICKPT_ROLE": "two words"}))
+    assert (line, parse_line(line).role) == ("unickpt HANG rank=2 role=two-words", "two-words")
+    assert with_role("unickpt: rank 2 waits", "") == "unickpt: rank 2 waits"

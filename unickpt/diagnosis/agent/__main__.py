@@ -10,7 +10,7 @@ from pathlib import Path
 from socket import socket
 
 from unickpt.diagnosis.agent.launch import LONGEST_ADDRESS
-from unickpt.diagnosis.agent.loop import notice, tell, watch
+from unickpt.diagnosis.agent.loop import notice, tell, watch, with_role
 from unickpt.diagnosis.agent.server import Collector, answer_prometheus, secret_of, serve
 
 
@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--listen", type=int)
     parser.add_argument("--metrics-port", type=int, default=0)
     parser.add_argument("--metrics-address", default="127.0.0.1")
+    parser.add_argument("--role", default="")
     args = parser.parse_args()
     addresses: list[str] = []  # of the job's first agent, when it has arrived
 
@@ -41,7 +42,10 @@ def main() -> None:
         if args.metrics_port:
             answer_prometheus(lambda: current, args.metrics_address, args.metrics_port, notice)
     with contextlib.suppress(KeyboardInterrupt):
-        watch(args.folder, tell, collector=collector, address=lambda: "".join(addresses), gives_way=True)
+        watch(
+            args.folder, lambda line: tell(with_role(line, args.role)), collector=collector,
+            address=lambda: "".join(addresses), gives_way=True,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ _LOOKS_S, _GIVES_UP_S = 1.0, 600.0
 
 
 def start(
-    folder: Path, rank: int, store: Any, *, metrics_port: int = 0, metrics_address: str = "127.0.0.1"
+    folder: Path, rank: int, store: Any, *, metrics_port: int = 0, metrics_address: str = "127.0.0.1", role: str = ""
 ) -> subprocess.Popen[bytes] | None:
     """Start the agent in the background, in its own session, so that it outlives the ranks. Never raises.
 
@@ -41,20 +41,22 @@ def start(
         store: torch's store of the job.
         metrics_port: port for Prometheus on rank 0's host; 0 for none.
         metrics_address: address to bind this port to.
+        role: role of these ranks, if there are several jobs; in every line that the agent writes.
     """
+    named = ["--role", role] if role else []
     try:
         if rank == 0:
             with _listener() as listener:
                 address = f"http://{_own_name()}:{listener.getsockname()[1]}/{secrets.token_hex(16)}"
                 if _several_hosts():
                     store.set(_key(), address)
-                options = ["--listen", str(listener.fileno())]
+                options = ["--listen", str(listener.fileno()), *named]
                 if metrics_port:
                     options += ["--metrics-port", str(metrics_port), "--metrics-address", metrics_address]
                 process = run_isolated([str(folder), *options], pass_fds=(listener.fileno(),), metrics=bool(metrics_port))
             _hand_over(process, folder, address)
             return process
-        process = run_isolated([str(folder)])
+        process = run_isolated([str(folder), *named])
         threading.Thread(target=_find, args=(process, folder, store), name="unickpt-agent-address", daemon=True).start()
         return process
     except Exception as err:

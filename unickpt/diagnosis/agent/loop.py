@@ -71,6 +71,13 @@ def tell(line: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)
 
 
+def with_role(line: str, role: str) -> str:
+    """Return a line of the log with the role of the ranks that it is about; unchanged without one."""
+    if not role:
+        return line
+    return f"unickpt ({role}): {line.removeprefix(PREFIX)}" if line.startswith(PREFIX) else f"{line} role={role}"
+
+
 def notice(text: str) -> None:
     """Write a line for a person to the training log."""
     tell(f"{PREFIX}{text}")

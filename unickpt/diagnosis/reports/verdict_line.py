@@ -105,6 +105,7 @@ class VerdictLine:
         at: where its main thread is in the user's own code, ``file:line``.
         waits_at: the same of most of the ranks that wait.
         cause: activity of the ranks at fault, where the syndrome does not imply it.
+        role: role of the ranks, such as ``CriticWorker``, if the agent knows one (``unickpt.base.role``).
     """
 
     syndrome: Syndrome
@@ -120,6 +121,7 @@ class VerdictLine:
     at: str = ""
     waits_at: str = ""
     cause: str = ""
+    role: str = ""
 
     @classmethod
     def of(cls, verdict: Verdict) -> VerdictLine:
@@ -157,6 +159,7 @@ class VerdictLine:
             "at": self.at,
             "waits_at": self.waits_at,
             "cause": self.cause,
+            "role": self.role,
         }
         pairs = [f"{key}={_quoted(value)}" for key, value in values.items() if value]
         return " ".join(["unickpt", KEYWORDS[self.syndrome], *pairs])
@@ -200,7 +203,7 @@ def parse_line(text: str) -> VerdictLine:
             group,
             RankList.parse(members) if members else RankList(),
             int(values.get("blocked", "0")),
-            *(values.get(key, "") for key in ("since", "state", "at", "waits_at", "cause")),
+            *(values.get(key, "") for key in ("since", "state", "at", "waits_at", "cause", "role")),
         )
     except ValueError as err:
         raise FormatError(f"damaged line of a verdict ({err}): {text[:MOST_CHARACTERS]!r}") from err
