@@ -133,8 +133,9 @@ def every_form_of_an_optimizer_is_saved_by_parameter_and_loads_in_every_form(fol
             again = _loaded(layout, directory, asked, is_loading=not forgets)
             _assert_equal(expected, _live(again))
             assert again.hyperparameters() == groups
-            again.step = 2
-            assert again.train(2) == losses, (layout.name, FORMS[number], asked)
+            if number == at:  # with all of them it takes twice as long
+                again.step = 2
+                assert again.train(2) == losses, (layout.name, FORMS[number], asked)
 
 
 @scenario(2)
