@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +27,9 @@ from tests.jobs.deepspeed import (
 )
 from tests.jobs.megatron import layout_pairs
 from tests.jobs.pairs import DEEPSPEED, MEGATRON, Pairs, Rounding
+from tests.support.extent import FULL
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 
-FULL = os.environ.get("UNICKPT_FULL_MATRIX") == "1"
 pytestmark = [pytest.mark.timeout(3 * 3600)] if FULL else []
 
 

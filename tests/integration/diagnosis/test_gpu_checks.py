@@ -16,6 +16,7 @@ from benchmarks.gpu_checks import __main__ as command
 from benchmarks.gpu_checks import faults, host, huggingface, megatron, staging, timing, zero
 from benchmarks.gpu_checks.place import Place
 from benchmarks.gpu_checks.rows import FAILED, MEASURED, PASSED, SKIPPED, NotHereError, Row, Rows, read, table
+from tests.support.extent import FULL
 from tests.support.repository import REPO
 from unickpt.testing.launch import environment
 
@@ -34,7 +35,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.skipif(os.environ.get("UNICKPT_FULL_MATRIX") != "1", reason="takes a minute; UNICKPT_FULL_MATRIX=1 runs it")
+@pytest.mark.skipif(not FULL, reason="takes a minute; UNICKPT_FULL_MATRIX=1 runs it")
 def test_the_dry_run_makes_every_check(tmp_path: Path) -> None:
     out = tmp_path / "checks.json"
     done = subprocess.run(

@@ -6,7 +6,6 @@ The last resume is on another number of processes and at another ZeRO stage.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -25,10 +24,11 @@ from tests.jobs.hf.jobs import (
     run,
     shipped,
 )  # fmt: skip
+from tests.support.extent import FULL
 from unickpt.testing.launch import environment
 
 pytestmark = [pytest.mark.hf, pytest.mark.timeout(900)]
-jobs = pytest.mark.skipif(os.environ.get("UNICKPT_FULL_MATRIX") != "1", reason="UNICKPT_FULL_MATRIX=1 runs it")
+jobs = pytest.mark.skipif(not FULL, reason="UNICKPT_FULL_MATRIX=1 runs it")
 
 COMMON = (
     "--use_cpu", "--max_steps", "12", "--save_steps", "2", "--logging_steps", "1", "--save_total_limit", "2",

@@ -6,11 +6,11 @@ The other families and shapes are in ``python -m evidence.journeys``.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
+from tests.support.extent import FULL
 from tests.jobs.journeys.families import BATCH, DECAY
 from tests.jobs.journeys.journeys import (
     STEPS, Station, apart, differences, exported, of_transformers, rounding_of_logits, steps_of, travelled, uninterrupted,
@@ -22,7 +22,7 @@ ZERO1, ZERO3 = Station("deepspeed", "zero1", 2), Station("deepspeed", "zero3", 2
 JOURNEYS = [
     ("llama", "fp32", [ZERO3, Station("megatron", "gpt-tp2pp2-fp32", 4), ZERO1]),
 ]
-if os.environ.get("UNICKPT_FULL_MATRIX") == "1":  # ``tests/integration/megatron/test_export.py`` has its experts too
+if FULL:  # ``tests/integration/megatron/test_export.py`` has its experts too
     JOURNEYS.append(("qwen3_moe", "fp32", [ZERO1, Station("megatron", "moe-ep2dp2-fp32", 2)]))
 
 

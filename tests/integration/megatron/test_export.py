@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 from tests.jobs.journeys.families import huggingface_model
+from tests.support.extent import FULL
 from tests.support.forked_jobs import fork_ranks
 from tests.support.llama import saved as saved_by_hand
 from unickpt.cli.main import main
@@ -40,12 +41,12 @@ OPTIONS = {
 }
 LOADS = {
     4: [
-        ("gpt", "gpt-pp2dp2-dist"), ("gpt", "gpt-dp4-plain"), ("apart", "moe-ep2dp4-dist"), ("together", "moe-pp2dp2-plain"),
-        ("fp32", "gpt-pp2dp2-fp32"), ("fp32", "gpt-tp4-dist"),
+        ("gpt", "gpt-pp2dp2-dist"), ("apart", "moe-ep2dp4-dist"), ("together", "moe-pp2dp2-plain"), ("fp32", "gpt-tp4-dist"),
+        *([("gpt", "gpt-dp4-plain"), ("fp32", "gpt-pp2dp2-fp32")] if FULL else []),
     ],
     2: [
-        ("gpt", "gpt-dp2-dist"), ("of_llama", "llama:gpt-tp2-dist"), ("of_llama", "llama:gpt-pp2-plain"),
-        ("of_qwen3_moe", "qwen3_moe:moe-ep2dp2-dist"),
+        ("gpt", "gpt-dp2-dist"), ("of_llama", "llama:gpt-tp2-dist"), ("of_qwen3_moe", "qwen3_moe:moe-ep2dp2-dist"),
+        *([("of_llama", "llama:gpt-pp2-plain")] if FULL else []),
     ],
 }  # fmt: skip
 EVERY = [pair for pairs in LOADS.values() for pair in pairs]

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.extent import FULL
 from tests.support.rounding import assert_continues
 from unickpt.cli.main import main
 from unickpt.testing.launch import torchrun
 
 TREE = os.environ.get("MEGATRON_LM", "")
-pytestmark = pytest.mark.skipif(
-    not TREE or os.environ.get("UNICKPT_FULL_MATRIX") != "1", reason="needs MEGATRON_LM, and UNICKPT_FULL_MATRIX=1"
-)
+pytestmark = pytest.mark.skipif(not TREE or not FULL, reason="needs MEGATRON_LM, and UNICKPT_FULL_MATRIX=1")
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ddp-average-in-collective"
 SHAPE = "--train-iters 9 --bf16 --use-distributed-optimizer --swiglu"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.extent import FULL
 from tests.support.recipes import blocks, follow
 from tests.support.repository import REPO
 from unickpt.testing.launch import environment
@@ -28,7 +29,7 @@ CHOSEN = ("alerts-and-dashboard",)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("page", PAGES, ids=[path.stem for path in PAGES])
 def test_a_recipe_does_what_it_prints(page: Path, tmp_path: Path) -> None:
-    if page.stem not in CHOSEN and os.environ.get("UNICKPT_FULL_MATRIX") != "1":
+    if page.stem not in CHOSEN and not FULL:
         pytest.skip("UNICKPT_FULL_MATRIX=1 follows it")
     packages = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
     if page.stem.startswith("megatron"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import importlib
-import os
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +18,7 @@ from pathlib import Path
 import deepspeed
 
 from tests.support import deepspeed_imports  # noqa: F401
+from tests.support.extent import FULL
 from tests.support.scenarios import Scenario, arguments, run
 from tests.support.turns import in_turn
 from unickpt.testing.launch import leave
@@ -54,7 +54,7 @@ def scenario(*worlds: int, long: bool = False) -> Callable[[Scenario], Scenario]
     """Mark a function as a scenario for these world sizes. A ``long`` one runs only with ``UNICKPT_FULL_MATRIX=1``."""
 
     def mark(function: Scenario) -> Scenario:
-        if long and os.environ.get("UNICKPT_FULL_MATRIX") != "1":
+        if long and not FULL:
             return function
         REGISTRY.setdefault(function.__module__, {})[function.__name__] = (worlds, function)
         return function

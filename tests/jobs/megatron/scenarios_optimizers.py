@@ -21,6 +21,7 @@ from megatron_unickpt.framework.remainders import divided
 from megatron_unickpt.testing.cpu import FusedAdam
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
+from tests.support.extent import FULL
 from tests.jobs.megatron.moved import moved_losses
 from tests.jobs.megatron.scenarios import scenario
 from tests.support.rounding import assert_continues
@@ -47,26 +48,32 @@ def _steps(where: Path) -> dict[str, float]:
 
 
 def _assert_resumes(
-    folder: Path, source: Layout, target: Layout, *, exact: bool = False, ties_up: bool = False, **options: Any
+    folder: Path,
+    source: Layout,
+    target: Layout,
+    *,
+    exact: bool = False,
+    ties_up: bool = False,
+    trains: bool = True,
+    **options: Any,
 ) -> None:
-    """Save, load into a job of another seed, save again: the two checkpoints are equal, and training continues.
+    """Save, load into a job of another seed, save again: the two checkpoints are equal, and with ``trains`` training continues.
 
     With ``ties_up`` the weights are those that belong to remainders, which rounds ties of the masters up.
     """
     job = Job(source, **options)
     job.train(2)
     megatron_unickpt.save(folder / "a", job.chunks, job.optimizer, iteration=2)
-    losses = job.train(1)
-    moved = [] if exact else [moved_losses(job, folder / "a", 2, 1, seed=seed) for seed in range(3)]
+    losses = job.train(1) if trains else []
+    moved = [] if exact or not trains else [moved_losses(job, folder / "a", 2, 1, seed=seed) for seed in range(3)]
     job = Job(target, seed=5, **options)
     megatron_unickpt.load(folder / "a", job.chunks, job.optimizer)
     job.step = 2
     megatron_unickpt.save(folder / "b", job.chunks, job.optimizer, iteration=2)
-    again = job.train(1)
     if exact:
-        assert again == losses
-    else:
-        assert_continues(again, losses, losses, *moved)
+        assert job.train(1) == losses
+    elif trains:
+        assert_continues(job.train(1), losses, losses, *moved)
     expected, found = _stored(folder / "a"), _stored(folder / "b")
     assert expected.keys() == found.keys(), sorted(expected.keys() ^ found.keys())
     if ties_up:
@@ -84,7 +91,7 @@ def a_job_with_cpu_offload_resumes_under_another_layout_and_without_it(folder: P
     offload = Layout(dp=2, optimizer="offload")
     _assert_resumes(folder / "same", offload, offload, exact=True)
     _assert_resumes(folder / "into", Layout(tp=2), offload)
-    _assert_resumes(folder / "out of", offload, Layout(pp=2, optimizer="plain"))
+    _assert_resumes(folder / "out of", offload, Layout(pp=2, optimizer="plain"), trains=FULL)
 
 
 @scenario(2)
@@ -92,8 +99,8 @@ def a_precision_aware_optimizer_with_remainders_resumes_under_another_layout_and
     """``store_param_remainders``: the masters are 16 bits beside the bf16 weights."""
     aware = Layout(dp=2, optimizer="aware")
     _assert_resumes(folder / "other", Layout(tp=2, optimizer="aware"), aware)
-    _assert_resumes(folder / "out of", aware, Layout(pp=2, optimizer="plain"))
-    _assert_resumes(folder / "into", Layout(tp=2), aware, ties_up=True)
+    _assert_resumes(folder / "out of", aware, Layout(pp=2, optimizer="plain"), trains=FULL)
+    _assert_resumes(folder / "into", Layout(tp=2), aware, ties_up=True, trains=FULL)
 
 
 def _needs_emerging_optimizers() -> None:
