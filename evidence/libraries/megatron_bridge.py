@@ -1,0 +1,136 @@
+"""Megatron-Bridge: ``save_checkpoint`` and ``load_checkpoint`` with its ``GlobalState`` and its configuration.
+
+python -m evidence.libraries.megatron_bridge [--page docs/evidence/libraries.md]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evidence.libraries.trials import Task, Trials
+    from megatron_unickpt.testing.jobs import Job
+
+STEP, SAMPLES = 3, 12
+ASYNCHRONOUS, STRICT, CONSTANT = "async_save", "dist_ckpt_strictness=raise_all", "ckpt_assume_constant_structure"
+TEXT = """Megatron-Bridge's functions run with its own configuration, trackers and queue. The model has Megatron-core's own
+layers: TransformerEngine is a module of names. Not tested: 0.6.2, which needs a newer Megatron-core than these jobs have,
+adapters, ModelOpt's state, checkpoints of its types `local` and `fsdp_dtensor`, which stay its own."""
+
+
+def _state(job: Job, task: Task) -> Any:
+    """Return Megatron-Bridge's state of a job, with the parts of its configuration that saves and loads read."""
+    import torch.distributed as dist
+    from evidence.libraries import names_of_transformer_engine
+
+    names_of_transformer_engine.offer()
+    from megatron.bridge.models import GPTModelProvider
+    from megatron.bridge.training import config
+    from megatron.bridge.training.state import GlobalState, TrainState
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+
+    layout = job.layout
+    init_num_microbatches_calculator(dist.get_rank(), None, job.batch, job.micro_batch, layout.dp)
+    state = GlobalState()
+    state.cfg = config.ConfigContainer(
+        train=config.TrainingConfig(train_iters=100, global_batch_size=job.batch, micro_batch_size=job.micro_batch),
+        model=GPTModelProvider(
+            num_layers=4, hidden_size=32, num_attention_heads=4, tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp, pipeline_dtype=job.config.pipeline_dtype,
+        ),
+        optimizer=config.OptimizerConfig(use_distributed_optimizer=layout.distributed, bf16=layout.low),
+        scheduler=config.SchedulerConfig(), dataset=None, logger=config.LoggerConfig(), tokenizer=config.TokenizerConfig(),
+        checkpoint=config.CheckpointConfig(
+            save="ck", load="ck" if task.loads else None, async_save=ASYNCHRONOUS in task.options,
+            dist_ckpt_strictness="raise_all" if STRICT in task.options else "assume_ok_unexpected",
+            ckpt_assume_constant_structure=CONSTANT in task.options, fully_parallel_load=True,
+        ),
+    )  # fmt: skip
+    state.train_state = TrainState(step=STEP, consumed_train_samples=SAMPLES)
+    state.initialize_async_checkpoint_worker()
+    return state
+
+
+def _scheduler(job: Job) -> Any:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    for group in job.optimizer.param_groups:
+        group["min_lr"] = 0.0
+    return OptimizerParamScheduler(job.optimizer, 0.0, 1e-2, 0.0, 0, 400, "cosine", 0.1, 0.1, 400, "constant")
+
+
+def save(jobs: dict[str, Job], task: Task) -> None:
+    os.chdir(Path(task.folder).parent)  # its files name the folder
+    job = jobs["model"]
+    state, scheduler = _state(job, task), _scheduler(job)
+    from megatron.bridge.training.checkpointing import maybe_finalize_async_save, save_checkpoint
+
+    scheduler.step(increment=SAMPLES)
+    context: dict[str, Any] = {}
+    for _ in range(2 if CONSTANT in task.options else 1):  # the second takes the strategy of the first
+        save_checkpoint(state, job.chunks, job.optimizer, scheduler, 0, checkpointing_context=context)
+    maybe_finalize_async_save(state, state.cfg.checkpoint, blocking=True, terminate=True)
+
+
+def load(jobs: dict[str, Job], task: Task) -> None:
+    os.chdir(Path(task.folder).parent)
+    job = jobs["model"]
+    state, scheduler = _state(job, task), _scheduler(job)
+    from megatron.bridge.training.checkpointing import load_checkpoint
+    from megatron.bridge.training.state import TrainState
+
+    state.train_state = TrainState()
+    load_checkpoint(state, job.chunks, job.optimizer, scheduler, checkpointing_context={})
+    found = (state.train_state.step, state.train_state.consumed_train_samples, scheduler.num_steps)
+    assert found == (STEP, SAMPLES, SAMPLES), found
+
+
+def _looked_at(run: Trials) -> Iterator[tuple[str, bool]]:
+    from evidence.libraries.trials import ABSENT, Trial, digests
+    from unickpt.checkpoint.load.checkpoint import Checkpoint
+
+    off, absent = (
+        digests(run.saved(Trial("gpt-tp2-dist", switch=switch))[0] / "ck", leave_out=lambda name: name.endswith(".metadata"))
+        for switch in ("off", ABSENT)
+    )
+    yield (
+        "`UNICKPT=off` writes the same files, byte for byte, as without unickpt (`.metadata`, which has a random number of "
+        "PyTorch, left out)",
+        off == absent,
+    )
+    folder = run.saved(Trial("gpt-tp2-dist"))[0] / "ck"
+    checkpoint = Checkpoint.open(str(folder / f"iter_{STEP:07d}"))
+    beside = ("run_config.yaml", "train_state.pt")
+    yield (
+        "the manifest has the step; `run_config.yaml` and `train_state.pt` are in the folder of the checkpoint",
+        (checkpoint.manifest.step == STEP and all((folder / f"iter_{STEP:07d}" / name).is_file() for name in beside)),
+    )
+
+
+def main() -> int:
+    from evidence.libraries import trials
+    from evidence.libraries.trials import Trial
+
+    tp2, pp2, dp2 = "gpt-tp2-dist", "gpt-pp2-dist", "gpt-dp2-dist"
+    rows = [
+        Trial(tp2, tp2, switch=""),
+        Trial(tp2, pp2, switch="", expected="not supported for DistributedOptimizer"),
+        *(Trial(tp2, target) for target in (tp2, pp2, dp2)),
+        Trial(tp2, "gpt-tp2dp2-dist", ranks=(2, 4)),
+        Trial(pp2, tp2, options=(ASYNCHRONOUS,)),
+        Trial(dp2, tp2, options=(STRICT, CONSTANT)),
+    ]
+    return trials.main("megatron_bridge", "Megatron-Bridge 0.3.1", rows, TEXT, _looked_at)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1].endswith(".task.json"):
+        os.environ["PYTORCH_JIT"] = "0"
+        from evidence.libraries import megatron_job, trials
+
+        megatron_job.run(trials.Task.read(sys.argv[1]), save, load)
+    sys.exit(main())
