@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evidence.libraries import trials
+from evidence.libraries.trials import ABSENT, Task, Trial, Trials
+
 if TYPE_CHECKING:
-    from evidence.libraries.trials import Task, Trials
     from megatron_unickpt.testing.jobs import Job
 
 STEP, SAMPLES = 3, 12
+TP2, PP2, DP2 = "gpt-tp2-dist", "gpt-pp2-dist", "gpt-dp2-dist"
 ASYNCHRONOUS, STRICT, CONSTANT = "async_save", "dist_ckpt_strictness=raise_all", "ckpt_assume_constant_structure"
 TEXT = """Megatron-Bridge's functions run with its own configuration, trackers and queue. The model has Megatron-core's own
 layers: TransformerEngine is a module of names. Not tested: 0.6.2, which needs a newer Megatron-core than these jobs have,
@@ -31,10 +34,11 @@ def _state(job: Job, task: Task) -> Any:
     from megatron.bridge.models import GPTModelProvider
     from megatron.bridge.training import config
     from megatron.bridge.training.state import GlobalState, TrainState
-    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+    from megatron.core import num_microbatches_calculator as batches
 
     layout = job.layout
-    init_num_microbatches_calculator(dist.get_rank(), None, job.batch, job.micro_batch, layout.dp)
+    batches.destroy_num_microbatches_calculator()
+    batches.init_num_microbatches_calculator(dist.get_rank(), None, job.batch, job.micro_batch, layout.dp)
     state = GlobalState()
     state.cfg = config.ConfigContainer(
         train=config.TrainingConfig(train_iters=100, global_batch_size=job.batch, micro_batch_size=job.micro_batch),
@@ -90,47 +94,32 @@ def load(jobs: dict[str, Job], task: Task) -> None:
 
 
 def _looked_at(run: Trials) -> Iterator[tuple[str, bool]]:
-    from evidence.libraries.trials import ABSENT, Trial, digests
     from unickpt.checkpoint.load.checkpoint import Checkpoint
 
-    off, absent = (
-        digests(run.saved(Trial("gpt-tp2-dist", switch=switch))[0] / "ck", leave_out=lambda name: name.endswith(".metadata"))
-        for switch in ("off", ABSENT)
-    )
-    yield (
-        "`UNICKPT=off` writes the same files, byte for byte, as without unickpt (`.metadata`, which has a random number of "
-        "PyTorch, left out)",
-        off == absent,
-    )
-    folder = run.saved(Trial("gpt-tp2-dist"))[0] / "ck"
+    places = [run.saved(Trial(TP2, switch=switch))[0] for switch in (ABSENT, "", "off")]
+    yield trials.as_without_unickpt("Megatron-Bridge", places)
+    folder = run.saved(Trial(TP2))[0] / "ck"
     checkpoint = Checkpoint.open(str(folder / f"iter_{STEP:07d}"))
     beside = ("run_config.yaml", "train_state.pt")
-    yield (
-        "the manifest has the step; `run_config.yaml` and `train_state.pt` are in the folder of the checkpoint",
-        (checkpoint.manifest.step == STEP and all((folder / f"iter_{STEP:07d}" / name).is_file() for name in beside)),
-    )
+    there = all((folder / f"iter_{STEP:07d}" / name).is_file() for name in beside)
+    said = "the manifest has the step; `run_config.yaml` and `train_state.pt` are in the folder of the checkpoint"
+    yield said, there and checkpoint.manifest.step == STEP
 
 
-def main() -> int:
-    from evidence.libraries import trials
-    from evidence.libraries.trials import Trial
-
-    tp2, pp2, dp2 = "gpt-tp2-dist", "gpt-pp2-dist", "gpt-dp2-dist"
-    rows = [
-        Trial(tp2, tp2, switch=""),
-        Trial(tp2, pp2, switch="", expected="not supported for DistributedOptimizer"),
-        *(Trial(tp2, target) for target in (tp2, pp2, dp2)),
-        Trial(tp2, "gpt-tp2dp2-dist", ranks=(2, 4)),
-        Trial(pp2, tp2, options=(ASYNCHRONOUS,)),
-        Trial(dp2, tp2, options=(STRICT, CONSTANT)),
-    ]
-    return trials.main("megatron_bridge", "Megatron-Bridge 0.3.1", rows, TEXT, _looked_at)
-
+TRIALS = (
+    Trial(TP2, TP2, switch=""),
+    Trial(TP2, PP2, switch="", expected="not supported for DistributedOptimizer"),
+    *(Trial(TP2, target) for target in (TP2, PP2, DP2)),
+    Trial(TP2, "gpt-tp2dp2-dist", ranks=(2, 4)),
+    Trial(PP2, TP2, options=(ASYNCHRONOUS,)),
+    Trial(DP2, TP2, options=(STRICT, CONSTANT)),
+)
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].endswith(".task.json"):
-        os.environ["PYTORCH_JIT"] = "0"
-        from evidence.libraries import megatron_job, trials
+    tasks = trials.tasks_of(sys.argv)
+    if tasks:
+        os.environ["PYTORCH_JIT"] = "0"  # before torch is imported: TransformerEngine's names cannot be compiled
+        from evidence.libraries import megatron_job
 
-        megatron_job.run(trials.Task.read(sys.argv[1]), save, load)
-    sys.exit(main())
+        megatron_job.run_all(tasks, save, load)
+    sys.exit(trials.main("megatron_bridge", "Megatron-Bridge 0.3.1", TRIALS, TEXT, _looked_at, together=True))

@@ -14,13 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evidence.libraries import trials
+from evidence.libraries.trials import ABSENT, Task, Trial, Trials
+
 if TYPE_CHECKING:
-    from evidence.libraries.trials import Task, Trials
     from megatron_unickpt.testing.jobs import Job
 
 STEP, SAMPLES = 3, 12
-TEXT = """ms-swift's trainer saves and loads with `--mcore_model` and `--finetune false`. The model has Megatron-core's own
-layers, since mcore_bridge's need TransformerEngine, of which these jobs have the names alone. Not tested: adapters,
+TP2, PP2, DP2 = "gpt-tp2-dist", "gpt-pp2-dist", "gpt-dp2-dist"
+TEXT = """ms-swift's trainer saves, and loads with `--mcore_model` and `--finetune false`. The model has Megatron-core's own
+layers: mcore_bridge's need TransformerEngine, of which these jobs have the names alone. Not tested: adapters,
 `--save_safetensors`, Megatron-FSDP, which is saved by PyTorch's DCP, and its trainers of reinforcement learning."""
 ASYNCHRONOUS, RESHARDABLE = "async_save", "dist_ckpt_optim_fully_reshardable"
 
@@ -92,46 +95,29 @@ def load(jobs: dict[str, Job], task: Task) -> dict[str, Any]:
 
 
 def _looked_at(run: Trials) -> Iterator[tuple[str, bool]]:
-    from evidence.libraries.trials import ABSENT, Trial, digests
     from unickpt.checkpoint.load.checkpoint import Checkpoint
 
-    off, absent = (
-        digests(run.saved(Trial("gpt-tp2-dist", switch=switch))[0] / "ck", leave_out=lambda name: name.endswith(".metadata"))
-        for switch in ("off", ABSENT)
-    )
-    yield (
-        "`UNICKPT=off` writes the same files, byte for byte, as without unickpt (`.metadata`, which has a random number of "
-        "PyTorch, left out)",
-        off == absent,
-    )
-    folder = run.saved(Trial("gpt-tp2-dist"))[0] / "ck"
+    yield trials.as_without_unickpt("ms-swift", [run.saved(Trial(TP2, switch=switch))[0] for switch in (ABSENT, "", "off")])
+    folder = run.saved(Trial(TP2))[0] / "ck"
     checkpoint = Checkpoint.open(str(folder / f"checkpoint-{STEP}" / f"iter_{STEP:07d}"))
     links = (folder / "last-checkpoint").resolve().name == f"checkpoint-{STEP}"
-    yield (
-        f"the manifest has step {STEP} of ms-swift's iteration; its link `last-checkpoint` names the checkpoint",
-        (checkpoint.manifest.step == STEP and links),
-    )
+    said = "the manifest has the step of ms-swift's iteration; its link `last-checkpoint` names the checkpoint"
+    yield said, checkpoint.manifest.step == STEP and links
 
 
-def main() -> int:
-    from evidence.libraries import trials
-    from evidence.libraries.trials import Trial
-
-    tp2, pp2, dp2 = "gpt-tp2-dist", "gpt-pp2-dist", "gpt-dp2-dist"
-    rows = [
-        Trial(tp2, tp2, switch=""),
-        Trial(tp2, pp2, switch="", expected="not supported for DistributedOptimizer"),
-        *(Trial(tp2, target) for target in (tp2, pp2, dp2)),
-        Trial(tp2, "gpt-tp2dp2-dist", ranks=(2, 4)),
-        Trial(pp2, tp2, options=(ASYNCHRONOUS,)),
-    ]
-    return trials.main("ms_swift", "ms-swift 4.6.0", rows, TEXT, _looked_at)
-
+TRIALS = (
+    Trial(TP2, TP2, switch=""),
+    Trial(TP2, PP2, switch="", expected="not supported for DistributedOptimizer"),
+    *(Trial(TP2, target) for target in (TP2, PP2, DP2)),
+    Trial(TP2, "gpt-tp2dp2-dist", ranks=(2, 4)),
+    Trial(PP2, TP2, options=(ASYNCHRONOUS,)),
+)
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].endswith(".task.json"):
-        os.environ["PYTORCH_JIT"] = "0"  # before torch is imported: mcore_bridge compiles functions of TransformerEngine
-        from evidence.libraries import megatron_job, trials
+    tasks = trials.tasks_of(sys.argv)
+    if tasks:
+        os.environ["PYTORCH_JIT"] = "0"  # before torch is imported: TransformerEngine's names cannot be compiled
+        from evidence.libraries import megatron_job
 
-        megatron_job.run(trials.Task.read(sys.argv[1]), save, load)
-    sys.exit(main())
+        megatron_job.run_all(tasks, save, load)
+    sys.exit(trials.main("ms_swift", "ms-swift 4.6.0", TRIALS, TEXT, _looked_at, together=True))

@@ -12,21 +12,24 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from evidence.libraries import trials
+from evidence.libraries.trials import Task, Trial
+
 if TYPE_CHECKING:
-    from evidence.libraries.trials import Task
     from megatron_unickpt.testing.jobs import Job
 
 STEP, SAMPLES = 3, 12
+TP2, PP2, DP2 = "gpt-tp2-dist", "gpt-pp2-dist", "gpt-dp2-dist"
 ASYNCHRONOUS = "--async-save"
 ARGUMENTS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 1 --global-batch-size 4 --distributed-backend gloo --tokenizer-type NullTokenizer --vocab-size 95 "
-    "--transformer-impl local --lr 1e-2 --min-lr 0 --train-iters 100 --save-interval 1 --tokenizer-model none --hf-checkpoint none "
-    "--no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm --no-rope-fusion"
+    "--transformer-impl local --lr 1e-2 --min-lr 0 --train-iters 100 --save-interval 1 --tokenizer-model none "
+    "--hf-checkpoint none --no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm --no-rope-fusion"
 )
-TEXT = """slime at commit 624b824 and Megatron-LM core_v0.16.1. slime's functions run with its own defaults of Megatron's
-arguments. If the job loads, slime also asks whether the head of a critic fits the checkpoint, for which it needs `.metadata` and the
-shapes of the tensors. Not tested: `initialize_model_and_optimizer` as a whole, which wants numpy 1, and Ray actors."""
+TEXT = """slime at commit 624b824, with Megatron-LM core_v0.16.1 and slime's own defaults of its arguments. wandb is a module of
+names. In the job that loads, slime also asks whether the head of a critic fits the checkpoint: it needs `.metadata` and the
+shapes of the tensors for that. Not tested: `initialize_model_and_optimizer` as a whole, which wants numpy 1, and Ray actors."""
 
 
 def _arguments(job: Job, task: Task) -> Any:
@@ -35,7 +38,7 @@ def _arguments(job: Job, task: Task) -> Any:
 
     names_of_transformer_engine.offer_names("wandb")
     import torch.distributed as dist
-    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+    from megatron.core import num_microbatches_calculator as batches
     from megatron.training.global_vars import set_args
     from slime.backends.megatron_utils import arguments
 
@@ -54,7 +57,8 @@ def _arguments(job: Job, task: Task) -> Any:
     args.rank = dist.get_rank()
     arguments.validate_args(args)
     set_args(args)
-    init_num_microbatches_calculator(args.rank, None, args.global_batch_size, args.micro_batch_size, layout.dp)
+    batches.destroy_num_microbatches_calculator()
+    batches.init_num_microbatches_calculator(args.rank, None, args.global_batch_size, args.micro_batch_size, layout.dp)
     return args
 
 
@@ -93,24 +97,18 @@ def load(jobs: dict[str, Job], task: Task) -> None:
     assert model._critic_output_layer_needs_reinit(args, [critic], "critic")
 
 
-def main() -> int:
-    from evidence.libraries import trials
-    from evidence.libraries.trials import Trial
-
-    tp2, pp2, dp2 = "gpt-tp2-dist", "gpt-pp2-dist", "gpt-dp2-dist"
-    rows = [
-        Trial(tp2, tp2, switch=""),
-        Trial(tp2, pp2, switch=""),
-        *(Trial(tp2, target) for target in (tp2, pp2, dp2)),
-        Trial(pp2, "gpt-tp2dp2-dist", ranks=(2, 4), options=(ASYNCHRONOUS,)),
-    ]
-    return trials.main("slime", "slime", rows, TEXT)
-
+TRIALS = (
+    Trial(TP2, TP2, switch=""),
+    Trial(TP2, PP2, switch=""),
+    *(Trial(TP2, target) for target in (TP2, PP2, DP2)),
+    Trial(PP2, "gpt-tp2dp2-dist", ranks=(2, 4), options=(ASYNCHRONOUS,)),
+)
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].endswith(".task.json"):
+    tasks = trials.tasks_of(sys.argv)
+    if tasks:
         sys.path += [os.environ["MEGATRON_LM"], os.environ["SLIME"]]
-        from evidence.libraries import megatron_job, trials
+        from evidence.libraries import megatron_job
 
-        megatron_job.run(trials.Task.read(sys.argv[1]), save, load)
-    sys.exit(main())
+        megatron_job.run_all(tasks, save, load)
+    sys.exit(trials.main("slime", "slime", TRIALS, TEXT, together=True))

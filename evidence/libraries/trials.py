@@ -298,6 +298,8 @@ def main(
     more: Callable[[Trials], Iterator[tuple[str, bool]]] | None = None,
     *,
     together: bool = False,
+    environment: str = "",
+    prepare: Callable[[Path, Path], None] | None = None,
 ) -> int:
     """Run the trials of a library, print their table, and return 0 if all ended as expected, else 1.
 
@@ -308,6 +310,8 @@ def main(
         text: of the section, below the table: what was not tested.
         more: further checks: sentences for the page, and whether they hold.
         together: the jobs do several tasks each (``Trials.ahead``).
+        environment: name of the file of requirements, if not the library's.
+        prepare: called with the folder of the trials and that of the environments before they run.
     """
     parser = argparse.ArgumentParser(prog=f"python -m evidence.libraries.{library}")
     parser.add_argument("--environments", type=Path, default=REPO / ".venv-libraries", help="folder of the environments")
@@ -316,12 +320,14 @@ def main(
     parser.add_argument("--only", nargs="+", type=int, help="numbers of the rows to run; the page is not written")
     parser.add_argument("--page", type=Path, help=f"the page whose section is replaced, {PAGE.relative_to(REPO)}")
     args = parser.parse_args()
-    python = python_of(library, args.environments.resolve())
+    python = python_of(environment or library, args.environments.resolve())
     with tempfile.TemporaryDirectory(prefix="unickpt-libraries-") as temporary:
         folder = (args.folder or Path(temporary)).resolve()
         if not args.resume:
             shutil.rmtree(folder / library, ignore_errors=True)
         run = Trials(library, python, folder / library)
+        if prepare is not None:
+            prepare(folder / library, args.environments.resolve())
         chosen = [trial for at, trial in enumerate(trials) if not args.only or at in args.only]
         if together:
             run.ahead(chosen)
