@@ -27,9 +27,10 @@ ARGUMENTS = (
     "--transformer-impl local --lr 1e-2 --min-lr 0 --train-iters 100 --save-interval 1 --tokenizer-model none "
     "--hf-checkpoint none --no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm --no-rope-fusion"
 )
-TEXT = """slime at commit 624b824, with Megatron-LM core_v0.16.1 and slime's own defaults of its arguments. wandb is a module of
-names. In the job that loads, slime also asks whether the head of a critic fits the checkpoint: it needs `.metadata` and the
-shapes of the tensors for that. Not tested: `initialize_model_and_optimizer` as a whole, which wants numpy 1, and Ray actors."""
+TEXT = """The number is that of the commit. It ran with Megatron-LM core_v0.16.1 and slime's own defaults of its arguments.
+wandb is a module of names. In the job that loads, slime also asks whether the head of a critic fits the checkpoint: it needs
+`.metadata` and the shapes of the tensors for that. Not tested: `initialize_model_and_optimizer` as a whole, which wants
+numpy 1, and Ray."""
 
 
 def _arguments(job: Job, task: Task) -> Any:
@@ -111,4 +112,4 @@ if __name__ == "__main__":
         from evidence.libraries import megatron_job
 
         megatron_job.run_all(tasks, save, load)
-    sys.exit(trials.main("slime", "slime", TRIALS, TEXT, together=True))
+    sys.exit(trials.main("slime", "slime 624b824", TRIALS, TEXT, together=True))

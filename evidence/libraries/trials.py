@@ -249,8 +249,8 @@ def _shown(layout: str) -> str:
 def digests(folder: Path, *, leave_out: Callable[[str], bool] = lambda _: False) -> dict[str, str]:
     """Return the digest of every file below a folder, by its name in the folder.
 
-    Of PyTorch's ``.metadata`` the identity of the save, the path and the order of entries are left out. They differ between any
-    two saves.
+    Of PyTorch's ``.metadata`` the identity of the save, the path and the order of entries are left out, and addresses in memory
+    of YAML files. They differ between any two saves.
     """
     return {
         name: hashlib.sha256(_content(file)).hexdigest()
@@ -261,6 +261,8 @@ def digests(folder: Path, *, leave_out: Callable[[str], bool] = lambda _: False)
 
 def _content(file: Path) -> bytes:
     data = file.read_bytes()
+    if file.suffix == ".yaml":
+        return re.sub(rb" at 0x[0-9a-f]+>", b">", data)
     if file.name != ".metadata" or not data.startswith(pickle.PROTO):
         return data
     held = pickle.loads(data)
