@@ -132,7 +132,7 @@ def load(
             the masters of an optimizer of this process get the values of the loaded weights.
         strict: passed to the modules' ``load_state_dict``. False also allows parameters that only the checkpoint has, which
             are left out, and parameters that only the model has, which keep their values.
-        load_dialect: model family such as ``llama``, or path of a [dialect](dialect-language.md) file, for a checkpoint of
+        load_dialect: model family such as ``llama``, or path of a [dialect](../dialect-language.md) file, for a checkpoint of
             another framework whose family is unknown.
         missing_state: ``error`` or ``fresh``: what to do about optimizer states that the checkpoint lacks. None:
             ``--unickpt-missing-state``, or ``error``.
