@@ -11,9 +11,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
-from tests.support.extent import FULL
+from tests.support.extent import in_full
 from tests.support.needs import needs
 from tests.support.repository import REPO
 from unickpt.testing.launch import environment
@@ -69,7 +67,6 @@ def run(code: str, place: Path, folder: Path, **env: str) -> subprocess.Complete
     )  # fmt: skip
 
 
-IN_FULL = pytest.mark.skipif(not FULL, reason="UNICKPT_FULL_MATRIX=1 runs it")
 DEEPSPEED_VERSION = {"git_version_info_installed.py": ("version='0.", "version='7.")}
 MEGATRON_VERSION = {"core/package_info.py": ("MAJOR = 0", "MAJOR = 7")}
 
@@ -85,7 +82,7 @@ def test_a_deepspeed_with_other_source_is_used_after_a_self_test(tmp_path: Path)
     assert (tmp_path / "tag" / "manifest.json").exists()
 
 
-@IN_FULL
+@in_full
 @needs("deepspeed")
 def test_a_deepspeed_that_unickpt_does_not_understand_keeps_its_own_behaviour(tmp_path: Path) -> None:
     other = {"runtime/engine.py": ("self.checkpoint_engine", "self.ckpt_engine")}
@@ -102,7 +99,7 @@ def test_a_deepspeed_that_unickpt_does_not_understand_keeps_its_own_behaviour(tm
     assert "UnsupportedFrameworkError" in done.stderr
 
 
-@IN_FULL
+@in_full
 @needs("megatron")
 def test_a_megatron_with_other_source_is_used_after_a_self_test(tmp_path: Path) -> None:
     other = {

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.jobs.diagnosis.early import SLOW, ran
+from tests.support.extent import in_full
 
 JOB = ("deepspeed", "pipeline2x2", 2)
 
 
+@in_full
 def test_a_slow_stage_is_named_in_the_first_steps_after_an_earlier_job(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     sound = ran(JOB, tmp_path / "first", cache, layer_s=0.01, steps=28)

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.support.extent import in_full
 from tests.support.forked_jobs import fork_ranks, start_forked
 from tests.support.repository import REPO
 from unickpt.diagnosis.detectors.device_waits import infer_device_waits
@@ -91,8 +92,11 @@ def job(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize(
     ("stage", "fault", "rank", "state"),
-    [(1, "stop", 2, "stopped"), (3, "loop", 0, "running"), (2, "sleep", 3, "sleeping"), (1, "kill", 1, "dead")],
-)
+    [
+        (1, "stop", 2, "stopped"), (3, "loop", 0, "running"), (1, "kill", 1, "dead"),
+        pytest.param(2, "sleep", 3, "sleeping", marks=in_full),
+    ],
+)  # fmt: skip
 def test_the_rank_that_others_wait_for_is_named(job: Callable[..., Any], stage: int, fault: str, rank: int, state: str) -> None:
     folder, process = job(stage, fault, rank, AT)
     verdict, *_ = until_found(folder, process)["verdicts"]
@@ -172,7 +176,9 @@ def test_a_rank_that_hangs_at_the_start_is_named(job: Callable[..., Any], fault:
     assert (verdict["syndrome"], verdict["ranks"]) == ("non-communication hang", [0])
 
 
-@pytest.mark.parametrize(("fault", "rank", "flights"), [("loop@device", 1, "0"), ("stop@device", 3, "2000")])
+@pytest.mark.parametrize(
+    ("fault", "rank", "flights"), [pytest.param("loop@device", 1, "0", marks=in_full), ("stop@device", 3, "2000")]
+)
 def test_ends_of_calls_need_not_be_known(
     job: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, fault: str, rank: int, flights: str
 ) -> None:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.jobs.hf.jobs import ENVIRONMENT, assert_log_continues, log_of, losses, run, shipped
-from tests.support.extent import FULL
+from tests.support.extent import in_full
 from tests.support.repository import REPO
 from unickpt.testing.launch import end, environment, free_port
 
@@ -118,7 +118,7 @@ def test_a_batch_that_cannot_be_kept_is_an_error(restarted: tuple[Path, list[str
     assert "cannot be kept on 1 data-parallel ranks with micro batches of 5: 12 is no multiple of 5." in process.stdout
 
 
-@pytest.mark.skipif(not FULL, reason="UNICKPT_FULL_MATRIX=1 runs it")
+@in_full
 def test_a_job_whose_host_dies_has_the_samples_of_an_uninterrupted_run(
     uninterrupted: Path, elsewhere: dict[int, float], tmp_path: Path
 ) -> None:

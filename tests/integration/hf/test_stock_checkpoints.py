@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.jobs.hf.jobs import assert_same_state, recorded, run, shipped
-from tests.support.extent import FULL
+from tests.support.extent import in_full
 from unickpt.cli.main import main
 
 pytestmark = [pytest.mark.hf, pytest.mark.timeout(900)]
@@ -32,7 +32,7 @@ def config(stage: int, *, enabled: bool) -> dict[str, Any]:
     return shipped(name, enabled=True if enabled else None, stage=stage)
 
 
-@pytest.mark.skipif(not FULL, reason="UNICKPT_FULL_MATRIX=1 runs it")
+@in_full
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_trainer_resumes_from_what_the_refusal_names(stage: int, tmp_path: Path) -> None:
     saved, before = run_stock(stage, tmp_path / "stock")

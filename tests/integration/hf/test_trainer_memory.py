@@ -24,11 +24,10 @@ from tests.jobs.hf.jobs import (
     run,
     shipped,
 )  # fmt: skip
-from tests.support.extent import FULL
+from tests.support.extent import in_full
 from unickpt.testing.launch import environment
 
 pytestmark = [pytest.mark.hf, pytest.mark.timeout(900)]
-jobs = pytest.mark.skipif(not FULL, reason="UNICKPT_FULL_MATRIX=1 runs it")
 
 COMMON = (
     "--use_cpu", "--max_steps", "12", "--save_steps", "2", "--logging_steps", "1", "--save_total_limit", "2",
@@ -37,7 +36,7 @@ COMMON = (
 # Without an interruption: on disk 2 (the first), 8 (every third) and 12 (the last), in memory 4, 6 and 10.
 
 
-@jobs
+@in_full
 def test_a_killed_trainer_resumes_from_memory_twice_and_on_another_layout(tmp_path: Path) -> None:
     (tmp_path / "memory").mkdir()
     two, three = shipped("hf_zero2_auto"), shipped("hf_zero3_auto")
@@ -69,7 +68,7 @@ def test_a_killed_trainer_resumes_from_memory_twice_and_on_another_layout(tmp_pa
     assert sorted(path.name for path in job.glob("checkpoint-*")) == ["checkpoint-12", "checkpoint-2"]
 
 
-@jobs
+@in_full
 def test_a_planned_stop_writes_the_newest_checkpoint_to_disk_with_the_files_of_trainer(tmp_path: Path) -> None:
     """Trainer's own optimizer and scheduler, ZeRO-3. The stop comes after the save of step 6 in memory."""
     (tmp_path / "memory").mkdir()
@@ -89,7 +88,7 @@ def test_a_planned_stop_writes_the_newest_checkpoint_to_disk_with_the_files_of_t
     assert_same_state(found, saved)
 
 
-@jobs
+@in_full
 def test_a_damaged_generation_is_an_error_once_and_then_an_older_one_is_used(tmp_path: Path) -> None:
     (tmp_path / "memory").mkdir()
     config, job = shipped("hf_zero2_auto"), tmp_path / "job"

@@ -14,11 +14,13 @@ import torch
 
 from tests.jobs.plan.precision import planned, ran
 from tests.jobs.plan.precision_job import SLOW, SPEEDUP
+from tests.support.extent import in_full
 from unickpt.cli.main import main
 
 JOB = {"kind": "deepspeed", "world": 2, "stage": 1, "layers": [0.03, 0.01, 0.02, 0.02, 0.02], "slow": [1]}
 
 
+@in_full
 def test_a_slow_rank_with_its_plan_no_longer_holds_up_the_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved, plan = tmp_path / "saved", tmp_path / "plan.json"
     before = ran(JOB, tmp_path, "before", save=str(saved))

@@ -33,7 +33,7 @@ def sgd_with_momentum(folder: Path) -> None:
         assert_resumes(folder / f"{a}{b}", _client_optimizer(make, a, 1), _client_optimizer(make, b, 2), ("momentum_buffer",))
 
 
-@scenario(2)
+@scenario(2, long=True)
 def rmsprop_adamax_and_nadam(folder: Path) -> None:
     cases: list[tuple[Any, tuple[str, ...]]] = [
         (lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True), ("square_avg", "momentum_buffer", "grad_avg")),
@@ -44,7 +44,7 @@ def rmsprop_adamax_and_nadam(folder: Path) -> None:
         assert_resumes(folder / str(number), _client_optimizer(make, 1, 1), _client_optimizer(make, 3, 2), states)
 
 
-@scenario(2)
+@scenario(2, long=True)
 def adagrad(folder: Path) -> None:
     def make(params: Any) -> Any:
         return torch.optim.Adagrad(params, lr=0.05)
