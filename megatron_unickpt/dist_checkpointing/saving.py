@@ -90,7 +90,7 @@ def save(
             common = sharded_tensors.common(state)
             if content_metadata is not None:
                 common[CONTENT_METADATA] = {k: v for k, v in content_metadata.items() if k != "dp_cp_group"}
-            compared.append(preprocess_common(common) if preprocess_common is not None else common)
+            compared.append(_comparable(common, preprocess_common))
             kept.append(_Described(state, common, digests_of(compared[0])))
         return kept[0]
 
@@ -135,6 +135,21 @@ def save(
             pending.conclude()
         return None
     return Request(None, (), Finalizers(pending, in_memory=turn is not None))  # None: a queue starts no process for it
+
+
+def _comparable(common: Any, preprocess: Callable[[Any], Any] | None) -> Any:
+    """Return the common state without what may differ between ranks.
+
+    A function that needs Megatron's form of the optimizer, as a test of Megatron has one, finds none: then all is compared, and
+    values that differ are each rank's own.
+    """
+    if preprocess is None:
+        return common
+    try:
+        return preprocess(common)
+    except (LookupError, AttributeError, TypeError) as err:
+        logger.debug("unickpt: the function that prepares the comparison of the common state failed (%r)", err)
+        return common
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,8 +65,12 @@ def with_the_switch_every_form_of_a_library_is_saved_by_unickpt(folder: Path) ->
     job.train(2)
     expected = consolidated(job, folder / "expected")
     with _switched():
-        for at, form in enumerate((BUCKETS, GATHERED, None)):
-            where = _saved_by_library(job, folder / f"global_step_{at + 7}" / "actor", form)
+        # before another job: up to 0.15 Megatron describes a model by the process groups of the last one
+        saved = [
+            _saved_by_library(job, folder / f"global_step_{at + 7}" / "actor", form)
+            for at, form in enumerate((BUCKETS, GATHERED, None))
+        ]
+        for at, where in enumerate(saved):
             checkpoint = Checkpoint.open(where)
             assert (checkpoint.manifest.step, checkpoint.manifest.optimizer is not None) == (at + 7, True)
             assert (Path(where) / ".metadata").read_bytes().startswith(b"# A checkpoint of unickpt")
@@ -76,7 +80,7 @@ def with_the_switch_every_form_of_a_library_is_saved_by_unickpt(folder: Path) ->
                     found = consolidated(again, folder / "found")
                 if expected is not None and found is not None:
                     assert not differences(expected, found), differences(expected, found)[:5]
-    again = loaded(Layout(pp=2), where, GATHERED)  # a checkpoint is recognised without the switch
+    again = loaded(Layout(pp=2), saved[-1], GATHERED)  # a checkpoint is recognised without the switch
     found = consolidated(again, folder / "found")
     assert expected is None or found is None or not differences(expected, found)
 
@@ -182,7 +186,13 @@ def values_of_the_common_state_in_which_ranks_differ_are_each_ranks_own(folder: 
     knot = SimpleNamespace(rank=rank)
     knot.itself = knot
     common = {"rng": {"cpu": torch.get_rng_state()}, "port": 4000 + rank, "same": [1, 2], "knot": knot}
-    dist_checkpointing.save(dict(common), made(folder / "ck"), strategy(), validate_access_integrity=False)
+    dist_checkpointing.save(
+        dict(common),
+        made(folder / "ck"),
+        strategy(),
+        validate_access_integrity=False,
+        preprocess_common_before_consistancy_check=lambda state: state["optimizer"]["param_groups"],  # as Megatron has it
+    )
     found = dist_checkpointing.load_common_state_dict(str(folder / "ck"))
     assert (found["port"], found["same"], found["knot"].rank) == (4000 + rank, [1, 2], rank)
     assert torch.equal(found["rng"]["cpu"], common["rng"]["cpu"])
