@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import unittest
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +24,7 @@ from megatron_unickpt import hooks as megatron_hooks
 from megatron_unickpt.edge import RUNTIME
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
-from megatron_unickpt.testing.truth import consolidated, optimizers_take_metadata
+from megatron_unickpt.testing.truth import consolidated, optimizers_take_metadata, own_forms
 from tests.jobs.megatron.compared import differences
 from tests.jobs.megatron.scenarios import scenario
 from tests.jobs.megatron.scenarios_own_loops import (
@@ -47,6 +48,12 @@ def _switched(value: str = "1") -> Iterator[None]:
 def _megatrons_strategy() -> Any:
     """Return a strategy as libraries make it: by the name of the class, in Megatron's fully parallel wrapper."""
     return FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1))
+
+
+def _needs_saves_of_megatron() -> None:
+    """Skip a scenario in which Megatron itself saves its buckets, if that fails with this torch also without unickpt."""
+    if own_forms()[0] != "dp_reshardable":
+        raise unittest.SkipTest("Megatron-core 0.14 does not save its buckets with this version of torch")
 
 
 def _saved_by_library(job: Job, where: Path, form: Form, **more: Any) -> str:
@@ -87,11 +94,12 @@ def with_the_switch_every_form_of_a_library_is_saved_by_unickpt(folder: Path) ->
 
 @scenario(2)
 def with_the_switch_a_librarys_own_checkpoint_loads_as_before(folder: Path) -> None:
+    _needs_saves_of_megatron()
     job = Job(Layout(tp=2))
     job.train(2)
     expected = live(job)
     native = [_saved_by_library(job, folder / f"native {at}", form) for at, form in enumerate((BUCKETS, GATHERED))]
-    assert all((Path(where) / "common.pt").is_file() for where in native)
+    assert not any(_is_ours(where) for where in native)
     with _switched():
         for where, form in zip(native, (BUCKETS, GATHERED), strict=True):
             assert_equal(expected, live(loaded(Layout(tp=2), where, form)))
@@ -102,12 +110,13 @@ def with_the_switch_a_librarys_own_checkpoint_loads_as_before(folder: Path) -> N
 @scenario(2)
 def with_the_switch_an_optimizer_is_described_after_megatrons_load_of_the_weights(folder: Path) -> None:
     """As verl does it with checkpoints of before the switch. Megatron's load has reshaped the data in the description."""
+    _needs_saves_of_megatron()
     job = Job(Layout(tp=2))
     job.train(2)
     expected = live(job)
     for name, part in described(job, BUCKETS).items():
         dist_checkpointing.save({name: part}, made(folder / name), _megatrons_strategy(), content_metadata=dict(BUCKETS))
-    assert (folder / "optimizer" / "common.pt").is_file()
+    assert not _is_ours(str(folder / "optimizer"))
     with _switched():
         again = Job(Layout(tp=2), seed=7)
         weights = {"model": again.modules[0].sharded_state_dict(metadata=dict(BUCKETS))}
@@ -124,6 +133,7 @@ def _is_ours(where: str) -> bool:
 
 @scenario(2)
 def without_the_switch_a_librarys_checkpoint_has_the_bytes_of_megatrons(folder: Path) -> None:
+    _needs_saves_of_megatron()
     job = Job(Layout(dp=2))
     job.train(1)
     torch.use_deterministic_algorithms(True)  # fills memory that Megatron stores and never sets: the padding of buckets
@@ -165,6 +175,7 @@ def _bytes_of(directory: str) -> dict[str, Any]:
 
 @scenario(2)
 def with_the_switch_a_state_that_cannot_be_described_is_saved_by_megatron(folder: Path) -> None:
+    _needs_saves_of_megatron()
     job = Job(Layout(tp=2))
     job.train(2)
     expected = live(job)
@@ -207,6 +218,7 @@ def values_of_the_common_state_in_which_ranks_differ_are_each_ranks_own(folder: 
 @scenario(2)
 def with_the_switch_a_folder_of_its_own_for_each_rank_is_saved_by_megatron(folder: Path) -> None:
     """As SkyRL has it on a cloud path: a temporary folder of each process, whose files it gathers by itself."""
+    _needs_saves_of_megatron()
     rank = dist.get_rank()
     job = Job(Layout(tp=2))
     job.train(1)
