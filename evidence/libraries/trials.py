@@ -105,7 +105,7 @@ def tasks_of(arguments: Sequence[str]) -> list[Task]:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a job.
+    """Result of a job.
 
     Attributes:
         losses: after the save or the load.

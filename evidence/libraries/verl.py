@@ -65,7 +65,7 @@ def _folder(task: Task, role: str) -> str:
 
 
 def save(jobs: dict[str, Job], task: Task) -> dict[str, Any]:
-    """Save both models. Of asynchronous saves, nobody calls Megatron's finalize functions, as in verl's workers."""
+    """Save both models. As in verl's workers, the queue of asynchronous saves is not polled."""
     folder = Path(task.folder)
     managers = {role: _manager(job, task.options, role) for role, job in jobs.items()}
     for role, manager in managers.items():
@@ -94,7 +94,7 @@ def checks(run: Trials) -> Iterator[tuple[str, bool]]:
     seen = [run.saved(Trial(TP2, switch=switch, options=(ASYNCHRONOUS,)))[1].seen for switch in ("", "1")]
     complete, tracker = ([each.get(key) for each in seen] for key in ("complete", "tracker"))
     yield (
-        f"`{ASYNCHRONOUS}`, which nobody finalizes: after at most {_COMMIT_S:.0f} s, {complete[0]} of {PARTS} folders of step "
+        f"`{ASYNCHRONOUS}`, whose queue verl never polls: within {_COMMIT_S:.0f} s, {complete[0]} of {PARTS} folders of step "
         f"{STEP} are complete without the switch, {complete[1]} with it. After the save of step {STEP + 1} the tracker file "
         f"names {tracker[0]} without the switch, {tracker[1]} with it",
         complete == [0, PARTS] and tracker[0] == "no checkpoint" != tracker[1],

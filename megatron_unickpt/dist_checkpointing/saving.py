@@ -147,7 +147,7 @@ def _comparable(common: Any, preprocess: Callable[[Any], Any] | None) -> Any:
         return common
     try:
         return preprocess(common)
-    except (LookupError, AttributeError, TypeError) as err:
+    except Exception as err:  # it only prepares a comparison: no reason to lose a checkpoint
         logger.debug("unickpt: the function that prepares the comparison of the common state failed (%r)", err)
         return common
 
