@@ -23,13 +23,13 @@ import torch
 from ds_unickpt.framework import internals, partition_updates
 from ds_unickpt.framework.partitions import Partition
 from ds_unickpt.held_state.engine_view import EngineView
-from ds_unickpt.held_state.first_step import STEP
 from ds_unickpt.held_state.names import ModuleNames, Naming
 from ds_unickpt.held_state.optimizer_record import place_of
 from unickpt.base.errors import FormatError
 from unickpt.checkpoint.format.checksums import digest
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
+from unickpt.checkpoint.state.first_step import STEP
 from unickpt.training.compression.carried import OF_OPTIMIZERS as STORED
 from unickpt.training.compression.carried import NamedTensors, Residuals, resized
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_unickpt.framework import internals
-from ds_unickpt.held_state.first_step import STEP
-from ds_unickpt.held_state.optimizer_record import NOT_HYPERPARAMETERS
+from unickpt.checkpoint.state.first_step import STEP
+from unickpt.checkpoint.state.optimizer_record import NOT_HYPERPARAMETERS
 
 
 @dataclass(frozen=True, slots=True)

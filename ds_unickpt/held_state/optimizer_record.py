@@ -14,16 +14,11 @@ from typing import Any
 import torch
 
 from ds_unickpt.framework.partitions import Partition, states_of
-from ds_unickpt.held_state.first_step import STEP
 from ds_unickpt.held_state.names import ModuleNames
 from unickpt.checkpoint.format.checksums import digest
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, merge_groups
-from unickpt.checkpoint.state.optimizer_record import encoded
-
-# Switches of the implementation and DeepSpeed's own bookkeeping. They are not restored.
-NOT_HYPERPARAMETERS = frozenset(
-    {"params", "foreach", "fused", "capturable", "differentiable", "name", "moe", "_ds_source_param_group_id"}
-)
+from unickpt.checkpoint.state.first_step import STEP
+from unickpt.checkpoint.state.optimizer_record import NOT_HYPERPARAMETERS, encoded
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ import torch
 from ds_unickpt.framework.internals import BF16, FP16_FUSED, ZERO_1_2, ZERO_3, layer_of
 from ds_unickpt.framework.partitions import Partition, states_of
 from ds_unickpt.held_state.engine_view import EngineView
-from ds_unickpt.held_state.first_step import first_states
 from ds_unickpt.held_state.names import ModuleNames, Naming
 from ds_unickpt.held_state.optimizer_record import classify, place_of
 from ds_unickpt.placing.slices import Slices
@@ -31,6 +30,7 @@ from unickpt.base.errors import MismatchError
 from unickpt.base.listing import some
 from unickpt.checkpoint.format.checksums import digest
 from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.state.first_step import first_states
 
 OWNERS = "optimizer_owners/"  # + rank: shapes and parameter ranges of the owners that a rank stores, among the shared objects
 STATES = "optimizer_states/"  # + digest: states and padding by key

@@ -7,16 +7,13 @@ from typing import Any
 
 from ds_unickpt.held_state.engine_view import EngineView
 from ds_unickpt.held_state.names import without_rank
-from ds_unickpt.placing.huggingface import model_of
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import Entry
 from unickpt.transform.convert import training_progress
-from unickpt.transform.dialects.hf_layouts import as_wanted
 from unickpt.transform.dialects.model_facts import Model
-from unickpt.transform.dialects.registry import choose
-from unickpt.transform.dialects.translated_checkpoint import translated
+from unickpt.transform.dialects.named_here import under_names_of
+from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE, TranslatedCheckpoint
 
-OWN = "huggingface"
 Shapes = dict[str, tuple[int, ...]]
 SCHEDULE = "schedule"  # key in the job's objects: progress of the other framework's learning-rate schedule (Progress)
 
@@ -33,17 +30,12 @@ def as_named_here(checkpoint: Checkpoint, view: EngineView, chosen: str, wanted:
         LanguageError: there is no dialect for this model, or it does not fit.
         MismatchError: the checkpoint belongs to another model.
     """
-    stored = checkpoint.manifest.writer
-    if stored.dialect == OWN:
-        return as_wanted(checkpoint, wanted or wanted_here(view), model_of(view.engine.module).family)
-    wanted = wanted or wanted_here(view)
-    if _has_own_names(checkpoint, wanted):
-        return checkpoint
-    where = str(checkpoint.storage)
-    model = model_of(view.engine.module).with_more(Model.from_json(stored.model), where)
-    rules = choose(stored.dialect, OWN, chosen, model.family, where=where, option='"unickpt": {"load_dialect": ...}')
-    rules = rules.of_model(model.facts)
-    named = translated(checkpoint, rules.rules, wanted, rules.sizes_of(model.facts), outward=True)
+    named = under_names_of(
+        checkpoint, Model.of_module(view.engine.module), wanted or wanted_here(view), chosen,
+        option='"unickpt": {"load_dialect": ...}',
+    )  # fmt: skip
+    if checkpoint.manifest.writer.dialect == HUGGINGFACE or not isinstance(named, TranslatedCheckpoint):
+        return named
     found, notes = _objects(checkpoint, view.engine)
     return dataclasses.replace(named, job_objects=found, job_notes=notes)
 
@@ -54,11 +46,6 @@ def wanted_here(view: EngineView) -> Shapes:
     found = {without_rank(name): view.slices.of(parameter).shape for name, parameter in names.parameters.items()}
     found |= {each.name: tuple(each.tensor.shape) for each in names.buffers if each.persistent}
     return found
-
-
-def _has_own_names(checkpoint: Checkpoint, wanted: Shapes) -> bool:
-    """Whether the checkpoint already uses this job's names, such as for a module built from the same parts."""
-    return any(name in checkpoint.manifest.aliases or checkpoint.info(name, "weight") is not None for name in wanted)
 
 
 def _objects(checkpoint: Checkpoint, engine: Any) -> tuple[dict[str, Any], list[Entry]]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +21,11 @@ from ds_unickpt.placing.placement import Generators
 from unickpt.base.logs import logger
 from unickpt.base.options.job import Options
 from unickpt.checkpoint.format import objects
-from unickpt.checkpoint.load import lr_progress, rng
+from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.lr_progress import Progress
 from unickpt.checkpoint.load.report import Entry, LoadReport
-from unickpt.transform.convert.training_progress import DEEPSPEED_SCHEDULERS
+from unickpt.transform.convert import training_progress
 from unickpt.transform.dialects.translated_checkpoint import TranslatedCheckpoint
 
 
@@ -173,20 +172,12 @@ class RestoredObjects:
             internals.renew_last_lr(target)
 
     def _move_scheduler(self, target: Any, progress: Progress) -> None:
-        """Move this job's scheduler to the progress of another framework's schedule.
-
-        The state is set to one step less. The last step is taken, so that the scheduler sets the learning rates.
-        """
+        """Move this job's scheduler to the progress of another framework's schedule."""
         kind = type(target).__name__
-        meaning = DEEPSPEED_SCHEDULERS.get(kind)
-        before = dataclasses.replace(progress, steps=progress.steps - 1)
-        state = lr_progress.state_at(meaning, target.state_dict(), before)
-        if state is None:
+        if training_progress.move(target, progress):
+            self._object("lr_scheduler", "set", f"{kind} of this job is set to step {progress.steps:,}")
+        else:
             self._none_saved("lr_scheduler", target, f"{kind} cannot be moved to step {progress.steps}")
-            return
-        target.load_state_dict(state)
-        target.step()
-        self._object("lr_scheduler", "set", f"{kind} of this job is set to step {progress.steps:,}")
 
     def _set_loss_scaler(self, saved: dict[str, Any] | None) -> None:
         target = internals.loss_scaler(self.engine)

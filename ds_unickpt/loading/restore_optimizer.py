@@ -19,12 +19,9 @@ from ds_unickpt.framework.swap_files import SwappedPartition
 from ds_unickpt.held_state import owned_states
 from ds_unickpt.held_state.beginning import Beginning
 from ds_unickpt.held_state.engine_view import EngineView
-from ds_unickpt.held_state.first_step import STEP, FirstStates, first_states, forget_powers, known
 from ds_unickpt.held_state.optimizer_record import RankScalars, layout_of
 from ds_unickpt.held_state.owned_states import OwnDivision, OwnedStates
-from ds_unickpt.loading.missing_states import ALL, StatesOfParameter, StatesOfPart, begin_anew, described, plan
 from ds_unickpt.loading.reads import Reads
-from ds_unickpt.loading.saved_optimizer import SavedOptimizer, copied, formed, is_number, number_of
 from ds_unickpt.placing.slices import Slices
 from unickpt.base.errors import MismatchError
 from unickpt.base.listing import some
@@ -33,7 +30,10 @@ from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import ParameterGroup
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
-from unickpt.checkpoint.state.optimizer_record import LEFT_OUT, not_stored
+from unickpt.checkpoint.state.first_step import STEP, FirstStates, first_states, forget_powers, known
+from unickpt.checkpoint.state.missing_states import ALL, StatesOfParameter, StatesOfPart, begin_anew, described, plan
+from unickpt.checkpoint.state.optimizer_record import LEFT_OUT, copied, formed, is_number, not_stored, number_of
+from unickpt.checkpoint.state.saved_optimizer import SavedOptimizer
 
 IN_A_MEAN = "used in the mean of the tensor-parallel ranks' values"
 _HINT = (
@@ -98,9 +98,8 @@ class RestoredOptimizer:
         first = self._first(part)
         if self.saved.record is None or not (self.saved.related or self.saved.usable):
             return begin_anew(parameters, first), {}
-        scalars = {
-            key for source in self.saved.scalars_of(self._stored_names(part)) for key in self.saved.scalars(source, part)
-        }
+        sources = self.saved.scalars_of(self._stored_names(part))
+        scalars = {key for each in sources for key in self.saved.scalars(each, part.group, part.master.device)}
         if not self.saved.related:
             wanted = frozenset() if first is None else frozenset(first.tensors)
             parameters = [StatesOfParameter(p.name, p.trained, p.held & wanted) for p in parameters]
@@ -129,7 +128,7 @@ class RestoredOptimizer:
         group = dict(part.group)
         if self.saved.related:
             number, listed = self._groups[id(part.group)]
-            found = self.saved.settings(number, part, self.saved.groups_of(listed))
+            found = self.saved.settings(number, part.group, self.saved.groups_of(listed), part.master.device)
             group |= {key: values[0] for key, values in found.items()}
         return first_states(self._stepping(part), group, part.master)
 
@@ -349,7 +348,7 @@ class RestoredOptimizer:
             if self.saved.record is not None and not self.saved.related:
                 reason = f"those of {self.saved.record.name}: this job's own apply"
                 self.report.add(f"param_groups[{number}]", "hyperparameter", "left out", reason)
-        taken = self.saved.settings(number, part, sources, self.report)
+        taken = self.saved.settings(number, part.group, sources, part.master.device, self.report)
         for key, found in taken.items():
             self._set(group, key, found, label=f"param_groups[{number}].{key}", state="hyperparameter")
         if STEP in group and STEP not in taken:
@@ -360,7 +359,7 @@ class RestoredOptimizer:
         label = self._label(part)
         found: dict[str, list[Any]] = {}
         for source in sources:
-            for key, value in self.saved.scalars(source, part).items():
+            for key, value in self.saved.scalars(source, part.group, part.master.device).items():
                 if self.saved.related or key in states.scalars:
                     found.setdefault(key, []).append(value)
         first = {} if states.first is None else states.first.scalars

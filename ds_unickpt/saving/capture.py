@@ -19,7 +19,6 @@ from ds_unickpt.held_state.engine_view import EXTRA_STATE, MICRO_BATCHES, SCALAR
 from ds_unickpt.held_state.names import ModuleNames
 from ds_unickpt.held_state.optimizer_record import RankScalars, record_of
 from ds_unickpt.placing import megatron_deepspeed
-from ds_unickpt.placing.huggingface import model_of
 from ds_unickpt.placing.placement import Placement
 from ds_unickpt.placing.slices import Slices
 from ds_unickpt.saving.captured_tensors import add_buffers, add_optimized, add_others, stored_buffers
@@ -34,6 +33,7 @@ from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.save.fingerprints import fingerprints
 from unickpt.checkpoint.save.shards import Contribution, Shard
 from unickpt.checkpoint.state.held import Description
+from unickpt.transform.dialects.model_facts import Model
 
 _DIGITS = 16  # hex digits of a fingerprint
 
@@ -212,7 +212,7 @@ def writer(view: EngineView) -> Writer:
 
     module = view.engine.module
     known = megatron_deepspeed.job_of(module)
-    dialect, model = ("huggingface", model_of(module)) if known is None else (known.dialect, known.model)
+    dialect, model = ("huggingface", Model.of_module(module)) if known is None else (known.dialect, known.model)
     return Writer("deepspeed", version, __version__, torch.__version__, dialect, view.topology, model.as_json())
 
 

@@ -12,17 +12,13 @@ from unickpt.base.switch import switch
 from unickpt.checkpoint.format.layout import DATA_FOLDER, DCP_MARK_FILE, LOCK_FILE, MARK_FILE, ROWS_FOLDER
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.load.validation import is_checkpoint
+from unickpt.checkpoint.save.dcp_mark import mark_for_dcp
 from unickpt.checkpoint.save.replaced import remove_replaced
 from unickpt.checkpoint.storage.base import read_text
 from unickpt.checkpoint.storage.open import open_storage
 
 BACKEND, VERSION = "unickpt", 1
 _OF_MEGATRON = ("*.distcp", "common.pt", DCP_MARK_FILE)  # torch_dist; mp_rank_* are folders of torch
-# torch unpickles its own file of this name. "#" begins no pickle, so a program that does so with this one ends with an error.
-_DCP_MARK = """\
-# A checkpoint of unickpt: manifest.json and index.safetensors describe it. This file is only there to be found.
-# For transformers: unickpt export DIR OUT. In PyTorch's format: unickpt export --to dcp DIR OUT.
-"""
 
 
 def recognises(checkpoint_dir: str | Path | None) -> bool:
@@ -68,7 +64,7 @@ def mark(directory: str) -> None:
     """
     place = open_storage(directory)
     if switch().saves and place.size_bytes(DCP_MARK_FILE) is None:
-        place.write_atomic(DCP_MARK_FILE, _DCP_MARK.encode())
+        mark_for_dcp(directory)
     if place.size_bytes(MARK_FILE) is not None:
         return
     text = json.dumps(

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import argparse
 import enum
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from unickpt.checkpoint.checkpoint_folder import step_named
 from unickpt.checkpoint.format.object_encoder import digest_of
 
 COMMON = "common"  # name of the common state among the objects of a checkpoint
 VOCABULARY = "vocabulary"  # key of the number of entries of the tokenizer, an argument of megatron_unickpt.save
-
-# verl: global_step_10/actor/model; ms-swift: checkpoint-10/iter_0000010; AReaL: epoch1epochstep2globalstep10
-_STEP = re.compile(r"(?:step[_-]?|(?:iter|iteration|checkpoint|ckpt)[_-])0*([0-9]{1,15})$", re.IGNORECASE)
-_FOLDERS = 5
 
 _PLAIN = (bool, int, float, str, enum.Enum, torch.dtype, type(None))
 
@@ -25,10 +21,7 @@ _PLAIN = (bool, int, float, str, enum.Enum, torch.dtype, type(None))
 def step_of(common: Any, directory: str = "") -> int:
     """Return the iteration in the common state, else that in the name of the directory or of a folder above it, else 0."""
     found = common.get("iteration") if isinstance(common, dict) else None
-    if isinstance(found, int) and found >= 0:
-        return int(found)
-    named = (_STEP.search(part) for part in reversed(directory.split("/")[-_FOLDERS:]))
-    return next((int(each[1]) for each in named if each), 0)
+    return int(found) if isinstance(found, int) and found >= 0 else step_named(directory)
 
 
 def digests_of(common: Any) -> dict[str, str]:

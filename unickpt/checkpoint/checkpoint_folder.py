@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 from fnmatch import fnmatchcase
 
 from unickpt.base.errors import FormatError, NotACheckpointError, StorageError, UnickptError, UnsafePathError
@@ -18,6 +19,9 @@ TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's scripts name it so (
 ITERATION = "iter_"  # their folder names begin so
 RELEASE = "release"  # a checkpoint without an iteration, from which a job starts at iteration 0
 _MAX_LATEST_BYTES = 4096
+# verl: global_step_10/actor/model; ms-swift: checkpoint-10/iter_0000010; AReaL: epoch1epochstep2globalstep10; torchtitan: step-9
+_STEP = re.compile(r"(?:step[_-]?|(?:iter|iteration|checkpoint|ckpt)[_-])0*([0-9]{1,15})$", re.IGNORECASE)
+_FOLDERS = 5
 
 
 def read_manifest(checkpoint: Storage) -> Manifest:
@@ -38,6 +42,12 @@ def read_manifest(checkpoint: Storage) -> Manifest:
     if size > MAX_MANIFEST_BYTES:
         raise FormatError(f"{path}: {size:,} bytes are too many for a manifest; the limit is {MAX_MANIFEST_BYTES:,}")
     return manifest_module.from_bytes(checkpoint.read(MANIFEST_FILE, 0, size), where=path)
+
+
+def step_named(directory: str) -> int:
+    """Return the training step in the name of a directory or of a folder above it, else 0."""
+    found = (_STEP.search(part) for part in reversed(directory.rstrip("/").split("/")[-_FOLDERS:]))
+    return next((int(each[1]) for each in found if each), 0)
 
 
 def plain_tag(tag: str, folder: str | os.PathLike[str]) -> str:

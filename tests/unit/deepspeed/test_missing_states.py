@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from ds_unickpt.held_state.first_step import FirstStates, first_states, known
-from ds_unickpt.loading.missing_states import ALL, StatesOfParameter, described, plan, shared_states
+from unickpt.checkpoint.state.first_step import FirstStates, first_states, known
+from unickpt.checkpoint.state.missing_states import ALL, StatesOfParameter, described, plan
+from unickpt.checkpoint.state.optimizer_record import shared_states
 
 ADAM = FirstStates({"exp_avg": (torch.float32, 0.0), "exp_avg_sq": (torch.float32, 0.0)}, {"step": 0})
 

@@ -13,8 +13,16 @@ from unickpt.checkpoint.format.manifest import ParameterGroup, merge_groups
 
 LEFT_OUT = "the job that saved it had a value that no checkpoint stores: this job keeps its own"  # for the report
 
+# Switches of the implementation and DeepSpeed's own bookkeeping. They are not restored.
+NOT_HYPERPARAMETERS = frozenset(
+    {"params", "foreach", "fused", "capturable", "differentiable", "name", "moe", "_ds_source_param_group_id"}
+)
 _DECORATIONS = ("hybrid", "deepspeedcpu", "zenflow", "cpu", "fused")
 _FAMILIES = {"adamw": "adam"}
+_SAME_MEANING: Mapping[str, frozenset[str]] = {  # families whose state of this key is the same mean of the gradients
+    "exp_avg": frozenset(("adam", "nadam", "radam", "adamax", "lamb")),
+    "exp_avg_sq": frozenset(("adam", "nadam", "radam", "lamb")),
+}
 
 
 def encoded(
@@ -79,3 +87,39 @@ def family_of(name: str) -> str:
     for decoration in _DECORATIONS:
         plain = plain.removeprefix(decoration)
     return _FAMILIES.get(plain, plain)
+
+
+def shared_states(saved: str, own: str) -> frozenset[str]:
+    """Return the elementwise states that two optimizer classes of different families share, given their names."""
+    families = {family_of(saved), family_of(own)}
+    return frozenset(key for key, having in _SAME_MEANING.items() if families <= having)
+
+
+def formed(existing: Any, value: Any) -> Any:
+    """Return the checkpoint's value with the type of this job's value."""
+    if not is_number(value):
+        return value
+    if isinstance(existing, torch.Tensor):
+        with torch.no_grad():
+            return existing.fill_(number_of(value))
+    if isinstance(existing, float):
+        return number_of(value)
+    if isinstance(existing, int) and not isinstance(existing, bool):
+        number = number_of(value)
+        return int(number) if float(number).is_integer() else number
+    return value
+
+
+def copied(value: Any) -> Any:
+    """Return a scalar of its own."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number or a tensor."""
+    return isinstance(value, (bool, int, float, torch.Tensor))
+
+
+def number_of(value: Any) -> Any:
+    """Return the number in a tensor of one element; another value as it is."""
+    return value.item() if isinstance(value, torch.Tensor) else value

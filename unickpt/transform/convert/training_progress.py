@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from unickpt.checkpoint.load.lr_progress import LAMBDA_LR, CountedProgress, Progress, count_of, counted
+from unickpt.checkpoint.load.lr_progress import LAMBDA_LR, CountedProgress, Progress, count_of, counted, state_at
 
 # deepspeed/runtime/lr_schedules.py: ``step`` is called once per optimizer step; the first call changes -1 to 0
 _DEEPSPEED = CountedProgress("steps", "last_batch_iteration", -1)
@@ -18,6 +19,20 @@ DEEPSPEED_SCHEDULERS: Mapping[str, CountedProgress] = {
     "LambdaLR": LAMBDA_LR,
 }
 SCHEDULERS: Mapping[str, CountedProgress] = {**DEEPSPEED_SCHEDULERS, "OptimizerParamScheduler": _MEGATRON}
+
+
+def move(scheduler: Any, progress: Progress) -> bool:
+    """Move a scheduler of this job to the progress of another framework's schedule, and return whether it can be moved.
+
+    The state is set to one step less. The last step is taken, so that the scheduler sets the learning rates.
+    """
+    before = dataclasses.replace(progress, steps=progress.steps - 1)
+    state = state_at(DEEPSPEED_SCHEDULERS.get(type(scheduler).__name__), scheduler.state_dict(), before)
+    if state is None:
+        return False
+    scheduler.load_state_dict(state)
+    scheduler.step()
+    return True
 
 
 def of_job(step: int, objects: Mapping[str, Any]) -> Progress:

@@ -125,6 +125,12 @@ class Model:
         return cls(family, {name: number for name, number in facts.items() if number}, _settings(config))
 
     @classmethod
+    def of_module(cls, module: Any) -> Model:
+        """Return the facts that the configuration of a transformers model states; none for other modules."""
+        config = getattr(module, "config", None)
+        return cls.of_config({name: getattr(config, name, None) for name in CONFIG_NAMES})
+
+    @classmethod
     def of_megatron(cls, arguments: Any) -> Model:
         """Return the facts in the arguments of Megatron's training scripts; None gives no facts.
 

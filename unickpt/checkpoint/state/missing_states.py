@@ -8,21 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ds_unickpt.held_state.first_step import FirstStates
 from unickpt.base.listing import some
-from unickpt.checkpoint.state.optimizer_record import family_of
+from unickpt.checkpoint.state.first_step import FirstStates
 
 ALL = "all states"
-_SAME_MEANING: Mapping[str, frozenset[str]] = {  # families whose state of this key is the same mean of the gradients
-    "exp_avg": frozenset(("adam", "nadam", "radam", "adamax", "lamb")),
-    "exp_avg_sq": frozenset(("adam", "nadam", "radam", "lamb")),
-}
-
-
-def shared_states(saved: str, own: str) -> frozenset[str]:
-    """Return the elementwise states that two optimizer classes of different families share, given their names."""
-    families = {family_of(saved), family_of(own)}
-    return frozenset(key for key, having in _SAME_MEANING.items() if families <= having)
 
 
 @dataclass(frozen=True, slots=True)

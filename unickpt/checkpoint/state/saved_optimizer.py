@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from ds_unickpt.framework.partitions import Partition
-from ds_unickpt.held_state.first_step import STEP
-from ds_unickpt.held_state.optimizer_record import NOT_HYPERPARAMETERS
-from ds_unickpt.loading.missing_states import shared_states
 from unickpt.base.listing import some
 from unickpt.checkpoint.format.manifest import ParameterGroup
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
-from unickpt.checkpoint.state.optimizer_record import decoded, family_of
+from unickpt.checkpoint.state.first_step import STEP
+from unickpt.checkpoint.state.optimizer_record import NOT_HYPERPARAMETERS, decoded, family_of, shared_states
 
 
 class SavedOptimizer:
@@ -64,37 +61,43 @@ class SavedOptimizer:
             return []
         return [found for found in self.record.scalars if not set(found.parameters).isdisjoint(listed)]
 
-    def scalars(self, source: ParameterGroup, part: Partition) -> dict[str, Any]:
+    def scalars(self, source: ParameterGroup, own: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """Return the scalars of one source without those that this job keeps in the parameter group."""
         return {
             key: value
-            for key, value in self._decoded(source, part).items()
-            if key not in source.repeated or not (self.same or key in part.group)
+            for key, value in self._decoded(source, device).items()
+            if key not in source.repeated or not (self.same or key in own)
         }
 
     def settings(
-        self, number: int, part: Partition, sources: Sequence[ParameterGroup], report: LoadReport | None = None
+        self,
+        number: int,
+        own: Mapping[str, Any],
+        sources: Sequence[ParameterGroup],
+        device: torch.device,
+        report: LoadReport | None = None,
     ) -> dict[str, list[Any]]:
         """Return the values of the settings that a parameter group takes from its sources, by key.
 
         Args:
             number: number of the group.
-            part: a partition of the group.
+            own: the group.
             sources: groups of the checkpoint, or of this rank.
+            device: place of tensors.
             report: gets the settings that the group does not take.
         """
-        group, taken = part.group, {}
-        values = [self._decoded(source, part) for source in sources]
+        taken: dict[str, list[Any]] = {}
+        values = [self._decoded(source, device) for source in sources]
         for key in dict.fromkeys(key for source in values for key in source):
             if key in NOT_HYPERPARAMETERS:
                 continue
             found = [source[key] for source in values if key in source]
             outcome: Any = "left out"
-            if key == STEP and not self.same and key not in group:
+            if key == STEP and not self.same and key not in own:
                 outcome, text = "cast", "this job's optimizer keeps it per parameter"
             elif any(value != found[0] for value in found) and key != STEP:
-                text = f"{key} differs between the groups that form this one ({some(found)}); keeps {group.get(key)}"
-            elif key not in group and key != "initial_lr" and not self.same:
+                text = f"{key} differs between the groups that form this one ({some(found)}); keeps {own.get(key)}"
+            elif key not in own and key != "initial_lr" and not self.same:
                 text = "this job's optimizer has no such setting"
             else:
                 taken[key] = found
@@ -103,35 +106,5 @@ class SavedOptimizer:
                 report.add(f"param_groups[{number}].{key}", "hyperparameter", outcome, text)
         return taken
 
-    def _decoded(self, group: ParameterGroup, part: Partition) -> dict[str, Any]:
-        return decoded(group, where=self.checkpoint.storage.where(), device=part.master.device)
-
-
-def formed(existing: Any, value: Any) -> Any:
-    """Return the checkpoint's value with the type of this job's value."""
-    if not is_number(value):
-        return value
-    if isinstance(existing, torch.Tensor):
-        with torch.no_grad():
-            return existing.fill_(number_of(value))
-    if isinstance(existing, float):
-        return number_of(value)
-    if isinstance(existing, int) and not isinstance(existing, bool):
-        number = number_of(value)
-        return int(number) if float(number).is_integer() else number
-    return value
-
-
-def copied(value: Any) -> Any:
-    """Return a scalar of its own."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a number or a tensor."""
-    return isinstance(value, (bool, int, float, torch.Tensor))
-
-
-def number_of(value: Any) -> Any:
-    """Return the number in a tensor of one element; another value as it is."""
-    return value.item() if isinstance(value, torch.Tensor) else value
+    def _decoded(self, group: ParameterGroup, device: torch.device) -> dict[str, Any]:
+        return decoded(group, where=self.checkpoint.storage.where(), device=device)
