@@ -36,6 +36,11 @@ MEGATRON = {
     "megatron.training.arguments": "megatron_unickpt.hooks:install_arguments",
     "megatron.training.checkpointing": "megatron_unickpt.hooks:install_training",
 }
+TORCH = {
+    "torch.distributed.checkpoint.filesystem": "torch_unickpt.hooks:install_storage",
+    "torch.distributed.checkpoint.state_dict_saver": "torch_unickpt.hooks:install_saver",
+    "torch.distributed.checkpoint.state_dict_loader": "torch_unickpt.hooks:install_loader",
+}
 _OFF = ("", "0", "false", "no", "off")
 _watched: dict[str, str] = {}
 
@@ -46,6 +51,7 @@ def arm() -> None:
         if asked():
             watch(DEEPSPEED)
             watch(MEGATRON)
+            watch(TORCH)
             _note_worker()
             if os.environ.get("UNICKPT_AGENT"):  # a worker of ``torchrun --rdzv-backend unickpt`` ends with its agent
                 _install("unickpt.base.launcher_watch:end_with_launcher")

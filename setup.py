@@ -103,7 +103,7 @@ setup(
         "Paper: ByteCheckpoint": "https://arxiv.org/abs/2407.20143",
         "Paper: C4": "https://arxiv.org/abs/2406.04594",
     },
-    packages=find_packages(include=["unickpt*", "ds_unickpt*", "megatron_unickpt*"]),
+    packages=find_packages(include=["unickpt*", "ds_unickpt*", "megatron_unickpt*", "torch_unickpt*"]),
     py_modules=["_unickpt_autoload"],
     ext_modules=[
         extension("unickpt.diagnosis.recording._fast"),
@@ -124,5 +124,6 @@ setup(
         ],
         "ds_unickpt": ["py.typed"],
         "megatron_unickpt": ["py.typed"],
+        "torch_unickpt": ["py.typed"],
     },
 )

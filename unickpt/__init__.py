@@ -12,12 +12,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch_unickpt.training import load_training, save_training
     from unickpt.api.conversion import Export, convert_checkpoint, export_checkpoint
     from unickpt.api.growth import GrownModel, grow_checkpoint, upcycle_checkpoint
+    from unickpt.api.loading import Loaded
     from unickpt.api.planning import plan_bits
     from unickpt.api.state import LocalShard
     from unickpt.api.timing import phase, time_collectives
-    from unickpt.api.training import Loaded, latest_checkpoint, load_checkpoint, save_checkpoint
+    from unickpt.api.training import latest_checkpoint, load_checkpoint, save_checkpoint
     from unickpt.base.errors import (
         ConfigError,
         CoordinationError,
@@ -50,12 +52,14 @@ if TYPE_CHECKING:
     from unickpt.transform.quantise.inputs import InputStatistics
 
 _MODULES = {
+    "torch_unickpt.training": ("load_training", "save_training"),
     "unickpt.api.conversion": ("Export", "convert_checkpoint", "export_checkpoint"),
     "unickpt.api.growth": ("GrownModel", "grow_checkpoint", "upcycle_checkpoint"),
     "unickpt.api.planning": ("plan_bits",),
     "unickpt.api.state": ("LocalShard",),
     "unickpt.api.timing": ("phase", "time_collectives"),
-    "unickpt.api.training": ("Loaded", "latest_checkpoint", "load_checkpoint", "save_checkpoint"),
+    "unickpt.api.loading": ("Loaded",),
+    "unickpt.api.training": ("latest_checkpoint", "load_checkpoint", "save_checkpoint"),
     "unickpt.transform.convert.pipeline": ("Converted",),
     "unickpt.training.data.global_order": ("DataPosition", "GlobalOrderSampler"),
     "unickpt.training.data.resharding": ("ReshardableLoader", "deal_samples"),
@@ -114,10 +118,12 @@ __all__ = [
     "grow_checkpoint",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_training",
     "measure_rounding",
     "phase",
     "plan_bits",
     "save_checkpoint",
+    "save_training",
     "time_collectives",
     "upcycle_checkpoint",
     "verify_checkpoint",

@@ -19,6 +19,7 @@ from tests.support.forked_jobs import fork_ranks
 from tests.support.rounding import limit_of
 
 DEEPSPEED, MEGATRON = "tests.jobs.deepspeed.pairs_worker", "tests.jobs.megatron.pairs_worker"
+TORCH = "tests.jobs.torch.pairs_worker"
 STEPS = (3, 2)  # of a source before its save, and of sources and targets after the save and the load
 Layout = Any  # a frozen dataclass with ``name``, ``world``, and what the measure of its rounding reads
 Pairs = Sequence[tuple[Layout, Layout]]

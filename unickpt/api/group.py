@@ -37,16 +37,24 @@ class Group:
         return tuple(sorted(known[rank] for rank in ranks if rank in known))
 
 
-def exchange_of(group: dist.ProcessGroup | None, *, timeout_s: float) -> MessageExchange:
+def exchange_of(
+    group: dist.ProcessGroup | None, *, timeout_s: float, purpose: str = "api", alone: bool = False
+) -> MessageExchange:
     """Return the message exchange for one save or load of a process group; None: the default group, or this process alone.
 
     Every rank of the group makes the same calls in the same order. The key-value store of the job counts the calls of each
     rank, so the n-th call of one rank meets the n-th call of the others.
 
+    Args:
+        group: process group.
+        timeout_s: seconds to wait for the other ranks.
+        purpose: kind of the calls that are counted. Calls of one kind are made by one thread at a time.
+        alone: the call is of this process alone.
+
     Raises:
         ConfigError: this process is not a member of the group.
     """
-    initialized = dist.is_available() and dist.is_initialized()
+    initialized = dist.is_available() and dist.is_initialized() and not alone
     rank, world = (dist.get_rank(group), dist.get_world_size(group)) if initialized else (0, 1)
     if rank < 0:
         raise ConfigError("this process is not a member of the process group that was passed as group")
@@ -54,6 +62,8 @@ def exchange_of(group: dist.ProcessGroup | None, *, timeout_s: float) -> Message
         return MessageExchange(None, rank=0, world=1, prefix="unickpt")
     store = dist.distributed_c10d._get_default_store()
     name = "default" if group is None else group.group_name
-    call = store.add(f"unickpt/api/{name}/calls/{rank}", 1)
+    call = store.add(f"unickpt/{purpose}/{name}/calls/{rank}", 1)
     ended = ends_of_job(rank, world) if group is None else frozenset
-    return MessageExchange(store, rank=rank, world=world, prefix=f"unickpt/api/{name}/{call}", timeout_s=timeout_s, ended=ended)
+    return MessageExchange(
+        store, rank=rank, world=world, prefix=f"unickpt/{purpose}/{name}/{call}", timeout_s=timeout_s, ended=ended
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -35,8 +35,8 @@ class Wanted:
     unread: list[TensorInfo] = field(default_factory=list)
 
     @classmethod
-    def of(cls, filling: Filling, state: Mapping[Key, Value], group: Group, *, fresh: bool) -> Wanted:
-        """Match a state dict with the tensors of a checkpoint. ``fresh``: it may lack states of an optimizer.
+    def of(cls, filling: Filling, state: Iterable[tuple[Key, Value]], group: Group, *, fresh: bool) -> Wanted:
+        """Match the items of a state dict with the tensors of a checkpoint. ``fresh``: it may lack states of an optimizer.
 
         Raises:
             MismatchError: tensors are missing in the checkpoint, or have another shape.
@@ -44,7 +44,7 @@ class Wanted:
         """
         wanted, storage = cls(filling), filling.checkpoint.storage
         missing, states = list[str](), False
-        for key, value in state.items():
+        for key, value in state:
             (name, part), shard = key_of(key), as_shard(key, value, group)
             if shard is None:
                 continue

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unickpt.api.dtensors import is_dtensor, placed_tensor
 from unickpt.api.group import Group
+from unickpt.api.holders import Holders
 from unickpt.base.errors import ConfigError
 from unickpt.checkpoint.coordination.owners import Owner, Owners
 from unickpt.checkpoint.format.boxes import Box
@@ -130,8 +131,8 @@ def _local(value: Any) -> torch.Tensor:
     return found
 
 
-def describe(state: Mapping[Key, Value], group: Group) -> Description:
-    """Return what this rank holds of a state dict.
+def describe(state: Mapping[Key, Value], group: Group, holders: Holders) -> Description:
+    """Return what this rank holds of a state dict. ``holders``: which meshes of DTensors hold the same.
 
     Raises:
         ConfigError: a key or value has the wrong type.
@@ -147,9 +148,8 @@ def describe(state: Mapping[Key, Value], group: Group) -> Description:
         info = TensorInfo(name, part, name_of(shard.data.dtype), shard.global_shape, kind)
         found.tensors.append(info)
         if shard.box.numel:
-            found.held.append(
-                Held(info, shard.box, shard.data.detach(), Copies(shard.copies, group.rank) if shard.copies else None)
-            )
+            copies = holders.copies(value, tuple(shard.copies), group) if is_dtensor(value) else shard.copies
+            found.held.append(Held(info, shard.box, shard.data.detach(), Copies(copies, group.rank) if copies else None))
     return found
 
 

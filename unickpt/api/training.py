@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from unickpt import __version__
+from unickpt.api.dtensors import is_dtensor
 from unickpt.api.group import Group, exchange_of
-from unickpt.api.requests import Wanted
+from unickpt.api.holders import agreed_holders, mesh_digests
+from unickpt.api.loading import HowToLoad, Loaded, load
 from unickpt.api.state import Key, Models, Value, describe, fingerprint_of_replicated
 from unickpt.base.errors import ConfigError, NotACheckpointError, SaveFailedError
 from unickpt.base.launcher_watch import end_with_launcher
 from unickpt.base.listing import some
-from unickpt.base.logs import logger
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.coordination.owners import Origin, Owner
 from unickpt.checkpoint.format.manifest import Writer
 from unickpt.checkpoint.load.candidates import Candidates
-from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.folders import newest
-from unickpt.checkpoint.load.report import LoadReport
-from unickpt.checkpoint.load.resume import Offer, Together, resume
+from unickpt.checkpoint.load.resume import Offer, resume
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.save.requests import SaveOptions, SaveRequest, SaveResult
 from unickpt.checkpoint.save.saver import Saver
 from unickpt.checkpoint.save.shards import Contribution
-from unickpt.checkpoint.state.filling import Filling
 from unickpt.checkpoint.storage.base import absolute, split
 
 _MODELS = Models()  # of the state dicts of this process; a function has no other place for them
@@ -103,13 +100,16 @@ def save_checkpoint(
     exchange = exchange_of(group, timeout_s=timeout_s)
     failed: Exception | None = None
     must_match: Message = {"step": step}
+    meshes: dict[tuple[int, ...], str] = {}
     try:
         must_match["replicated_tensors"] = fingerprint_of_replicated(state)
+        meshes = mesh_digests((key, value) for key, value in state.items() if is_dtensor(value))
     except Exception as err:  # the other ranks learn it in the save
         failed = err
+    holders = agreed_holders(exchange, None, meshes)
 
     def contribute(_: Message) -> Contribution:
-        found = describe(state, Group.of(group))
+        found = describe(state, Group.of(group), holders)
         return Contribution(
             found.shards(), step, _writer(exchange, owner), tensors=found.tensors, objects=dict(objects or {}),
             rank_objects=dict(rank_objects or {}),
@@ -132,27 +132,6 @@ def _writer(exchange: MessageExchange, owner: Owner | None) -> Writer:
     origin = {} if owner is None else asdict(_MODELS.owners.origin(owner))
     topology = {"world_size": exchange.world}
     return Writer("torch", torch.__version__, __version__, torch.__version__, "torch", topology, origin=origin)
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A loaded checkpoint.
-
-    Attributes:
-        checkpoint: the opened checkpoint. ``checkpoint.rank_objects(rank)`` has the objects of one rank of the saving job,
-            ``checkpoint.manifest.step`` the training step.
-        objects: non-tensor state of the job, by name.
-        report: outcome for every tensor of the checkpoint, and bytes and seconds of this rank.
-    """
-
-    checkpoint: Checkpoint
-    objects: dict[str, Any]
-    report: LoadReport
-
-    @property
-    def step(self) -> int:
-        """Training step of the checkpoint."""
-        return self.checkpoint.manifest.step
 
 
 def load_checkpoint(
@@ -216,10 +195,12 @@ def load_checkpoint(
     candidates = Candidates(folder)
 
     def attempt(offer: Offer, skipped: tuple[str, ...]) -> Loaded:
-        return _load(
-            exchange, offer.directory, state, Group.of(group), skipped, strict=strict, fresh=missing_state == "fresh",
-            verify=verify, allow_pickle=allow_pickle,
-        )  # fmt: skip
+        how = HowToLoad(strict=strict, fresh=missing_state == "fresh", verify=verify, allow_pickle=allow_pickle)
+        loaded = load(exchange, offer.directory, lambda found: (found, state.items()), Group.of(group), how, skipped)
+        owner = _MODELS.of(state)
+        if owner is not None:
+            _MODELS.owners.adopt(owner, Origin.of(loaded.checkpoint.manifest))
+        return loaded
 
     def nothing(offer: Offer) -> Loaded:
         present = some(offer.present)
@@ -231,36 +212,6 @@ def load_checkpoint(
     loaded = resume(exchange, candidates.offer, attempt, nothing, where=folder, fall_back=fall_back)
     exchange.leave()
     return loaded
-
-
-def _load(
-    exchange: MessageExchange, directory: str, state: Mapping[Key, Value], group: Group, skipped: tuple[str, ...], *,
-    strict: bool, fresh: bool, verify: str, allow_pickle: bool,
-) -> Loaded:  # fmt: skip
-    begin = time.monotonic()
-    together = Together(exchange, directory)
-    report = LoadReport(
-        source=directory, target=f"a state dict on {exchange.world} {'rank' if exchange.world == 1 else 'ranks'}"
-    )
-    wanted = together.step("open", lambda: Wanted.of(Filling(Checkpoint.open(directory), report), state, group, fresh=fresh))
-    filling, checkpoint = wanted.filling, wanted.filling.checkpoint
-    planned, opener = together.plan(filling.plan, identity=lambda: checkpoint.identity, share=exchange.world > 1)
-    wanted.agree(exchange)
-    if strict:
-        together.step("complete", wanted.refuse_lost)
-    together.read(lambda host_peers: filling.read(planned, verify=verify, host_peers=host_peers), opener)
-    decoded = together.step("finish", lambda: checkpoint.objects(allow_pickle=allow_pickle))
-    wanted.account(decoded)
-    if wanted.lost and exchange.rank == 0:
-        logger.warning(
-            "unickpt: %s: no rank requested %d of its parameters: %s", directory, len(wanted.lost), some(wanted.lost)
-        )
-    owner = _MODELS.of(state)
-    if owner is not None:
-        _MODELS.owners.adopt(owner, Origin.of(checkpoint.manifest))
-    report.skipped, report.notes = list(skipped), list(checkpoint.manifest.notes)
-    report.seconds = time.monotonic() - begin
-    return Loaded(checkpoint, decoded.value, report)
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:

@@ -12,6 +12,6 @@ except ModuleNotFoundError:  # an editable installation that is older than this 
     finally:
         sys.path.pop()
 
-DEEPSPEED, MEGATRON = _unickpt_autoload.DEEPSPEED, _unickpt_autoload.MEGATRON
+DEEPSPEED, MEGATRON, TORCH = _unickpt_autoload.DEEPSPEED, _unickpt_autoload.MEGATRON, _unickpt_autoload.TORCH
 arm, asked = _unickpt_autoload.arm, _unickpt_autoload.asked
 watch, unwatch = _unickpt_autoload.watch, _unickpt_autoload.unwatch

@@ -19,7 +19,8 @@ TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's scripts name it so (
 ITERATION = "iter_"  # their folder names begin so
 RELEASE = "release"  # a checkpoint without an iteration, from which a job starts at iteration 0
 _MAX_LATEST_BYTES = 4096
-# verl: global_step_10/actor/model; ms-swift: checkpoint-10/iter_0000010; AReaL: epoch1epochstep2globalstep10; torchtitan: step-9
+# verl: global_step_10/actor/model; ms-swift: checkpoint-10/iter_0000010; AReaL: epoch1epochstep2globalstep10; torchtitan:
+# step-10
 _STEP = re.compile(r"(?:step[_-]?|(?:iter|iteration|checkpoint|ckpt)[_-])0*([0-9]{1,15})$", re.IGNORECASE)
 _FOLDERS = 5
 

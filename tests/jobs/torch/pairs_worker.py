@@ -1,0 +1,111 @@
+"""Forked ranks: save every source layout, then load the sources into the target layouts. See ``tests/jobs/pairs.py``.
+
+pairs_worker DIR    Also writes DIR/<layout>/ and DIR/<layout>.truth
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import torch_unickpt.training  # noqa: F401  # once, before the forks
+import unickpt
+from tests.jobs.pairs import Pairs
+from tests.jobs.torch.layouts import Layout
+from tests.jobs.torch.model import Job
+from tests.support.turns import forget_garbage, in_turn
+from unickpt.testing.launch import leave
+
+BEFORE, AFTER = 3, 2
+
+
+def save_one(folder: Path, layout: Layout) -> None:
+    job = Job(layout, seed=1)
+    before = job.train(BEFORE)
+    unickpt.save_training(
+        job.model, job.optimizer, folder / layout.name, step=job.step, samples=12 * job.step, scheduler=job.scheduler,
+        client_state={"note": layout.name},
+    )  # fmt: skip
+    truth = job.truth()
+    after = job.train(AFTER)
+    if dist.get_rank() == 0:
+        torch.save(truth, folder / f"{layout.name}.truth")
+        (folder / f"{layout.name}.json").write_text(json.dumps({"losses": before + after}))
+
+
+def load_one(folder: Path, source: Layout, target: Layout, seed: int) -> dict[str, Any]:
+    job = Job(target, seed=seed)
+    if seed % 2:
+        job.train(1)  # states of an earlier step do not stay
+    start = unickpt.load_training(job.model, job.optimizer, folder / source.name, scheduler=job.scheduler)
+    job.step = start.step
+    found = job.truth()
+    losses = job.train(AFTER)
+    problems = [] if start.client_state == {"note": source.name} and start.samples == 12 * start.step else [str(start)]
+    problems += differences(torch.load(folder / f"{source.name}.truth"), found)
+    problems += [
+        f"{each.name} ({each.state}): {each.outcome}, {each.reason}"
+        for each in start.report.entries
+        if each.outcome == "left out"
+    ]
+    return {"source": source.name, "target": target.name, "problems": problems, "losses": losses}
+
+
+def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Compare bit for bit; of another dtype, with the cast."""
+    problems = [f"{name}: only in one of them" for name in sorted(expected.keys() ^ found.keys())]
+    for name in sorted(expected.keys() & found.keys()):
+        a, b = expected[name], found[name]
+        if isinstance(a, torch.Tensor):
+            a = a.to(b.dtype)
+            equal = torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) and a.shape == b.shape
+        else:
+            equal = a == b
+        if not equal:
+            problems.append(f"{name}: differs")
+    return problems
+
+
+def save_all(folder: Path, pairs: Pairs) -> None:
+    for layout in dict.fromkeys(a for a, _ in pairs if a.world == dist.get_world_size()):
+        save_one(folder, layout)
+        forget_garbage()
+
+
+def load_some(folder: Path, pairs: Pairs) -> None:
+    world = dist.get_world_size()
+    mine = [pair for pair in pairs if pair[1].world == world]
+    results = []
+    for seed, pair in enumerate(mine, start=20):
+        results.append(load_one(folder, *pair, seed))
+        forget_garbage()
+    if dist.get_rank() == 0:
+        (folder / f"results-w{world}.json").write_text(json.dumps(results))
+
+
+def in_a_group(job: Any) -> None:
+    dist.init_process_group("gloo")
+    job()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    pairs = [(Layout(**a), Layout(**b)) for a, b in json.loads((folder / "pairs.json").read_text())]
+    worlds = sorted({source.world for source, _ in pairs}), sorted({target.world for _, target in pairs})
+    jobs: list[tuple[int, Any]] = [(world, partial(save_all, folder, pairs)) for world in worlds[0]]
+    jobs += [(world, partial(load_some, folder, pairs)) for world in worlds[1]]
+    in_turn((world, partial(in_a_group, job)) for world, job in jobs)
+    leave()
+
+
+if __name__ == "__main__":
+    main()

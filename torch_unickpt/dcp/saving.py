@@ -1,0 +1,207 @@
+"""Saves a state dict of DCP as a checkpoint of unickpt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+
+from torch_unickpt import describe
+from torch_unickpt.dcp.contents import OBJECT, Contents
+from torch_unickpt.runtime import Runtime
+from unickpt import __version__
+from unickpt.api.dtensors import is_dtensor
+from unickpt.api.group import Group, exchange_of
+from unickpt.api.holders import agreed_holders, mesh_digests
+from unickpt.api.state import LocalShard, Value
+from unickpt.base.errors import SaveFailedError
+from unickpt.base.logs import make_visible
+from unickpt.checkpoint.checkpoint_folder import step_named
+from unickpt.checkpoint.coordination.message_exchange import Message
+from unickpt.checkpoint.format.manifest import Writer
+from unickpt.checkpoint.save.dcp_mark import mark_for_dcp
+from unickpt.checkpoint.save.replaced import remove_replaced
+from unickpt.checkpoint.save.requests import SaveOptions, SaveRequest
+from unickpt.checkpoint.save.shards import Contribution
+from unickpt.checkpoint.storage.base import absolute, split
+from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE
+
+TIMEOUT_S = 1800.0
+
+
+class DcpSaveError(SaveFailedError):
+    """A save of a state dict failed. ``framework_saves``: the save of torch itself may succeed."""
+
+    def __init__(self, text: str, *, framework_saves: bool) -> None:
+        super().__init__(text)
+        self.framework_saves = framework_saves
+
+
+@dataclass
+class Parts:
+    """What a planner gives this rank to save.
+
+    Attributes:
+        tensors: keys, and tensors or parts of them.
+        others: other values by key.
+        paths: paths by key; empty if the state dict was not flattened.
+        deduplicated: the planner has taken out what several ranks hold.
+    """
+
+    tensors: list[tuple[str, Value]] = field(default_factory=list)
+    others: dict[str, Any] = field(default_factory=dict)
+    paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    deduplicated: bool = False
+
+
+def is_default(planner: SavePlanner | None) -> bool:
+    """Whether a planner plans as DCP does by default, so that ranks can describe their parts without its messages."""
+    return planner is None or type(planner) is DefaultSavePlanner
+
+
+def parts_of(state_dict: Mapping[str, Any], planner: DefaultSavePlanner) -> Parts | None:
+    """Return the parts of a state dict under a default planner; None if only its messages tell which rank saves what."""
+    planner.set_up_planner(dict(state_dict), is_coordinator=False)
+    found = Parts(paths=planner.mappings)
+    for key, value in planner.state_dict.items():
+        if is_dtensor(value):
+            if not _tiled_by_placements(value):
+                return None
+            found.tensors.append((key, value))
+        elif isinstance(value, torch.Tensor):
+            found.tensors.append((key, value))
+        elif hasattr(value, "local_shards") or hasattr(value, "__create_write_items__"):
+            return None
+        else:
+            found.others[key] = value
+    return found
+
+
+def _tiled_by_placements(value: Any) -> bool:
+    """Whether the placements of a DTensor say which box a rank has. Megatron-FSDP attaches functions that say otherwise."""
+    return "__create_chunk_list__" not in vars(value._local_tensor) if hasattr(value, "_local_tensor") else False
+
+
+def parts_of_plan(plan: SavePlan, planner: SavePlanner) -> Parts:
+    """Return what a planner gives this rank after it has agreed with the other ranks."""
+    found = Parts(paths=getattr(planner, "mappings", {}), deduplicated=True)
+    for item in plan.items:
+        key = item.index.fqn
+        if item.type is WriteItemType.BYTE_IO:
+            plain = getattr(type(planner), "transform_object", None) is DefaultSavePlanner.transform_object
+            found.others[key] = (
+                planner.lookup_object(item.index)  # type: ignore[attr-defined]
+                if plain
+                else Bytes(planner.resolve_data(item).getvalue())  # type: ignore[union-attr]
+            )
+            continue
+        data, info = planner.resolve_data(item), item.tensor_data
+        assert isinstance(data, torch.Tensor)
+        assert info is not None
+        found.tensors.append((key, LocalShard(data.detach(), tuple(info.chunk.offsets), tuple(info.size))))
+    return found
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What a planner of its own kind made of a value. A load gives it back to the planner."""
+
+    data: bytes
+
+
+def save(
+    runtime: Runtime, parts: Parts | None, directory: str, *, group: dist.ProcessGroup | None, alone: bool,
+    failed: BaseException | None = None, options: SaveOptions | None = None, stands_in: bool = False,
+) -> Metadata:  # fmt: skip
+    """Save the parts of all ranks. Every rank calls it.
+
+    Args:
+        runtime: state of the adapter.
+        parts: of this rank; None if ``failed``.
+        directory: of the checkpoint. A path or a URL.
+        group: process group of the call. None: the default group.
+        alone: the call is of this process alone (``no_dist``).
+        failed: why this rank has no parts.
+        options: of the save.
+        stands_in: the caller saves in another way if this save would fail again.
+
+    Returns:
+        What DCP returns, of the tensors of this rank.
+
+    Raises:
+        DcpSaveError: no checkpoint was written. Raised on every rank.
+    """
+    make_visible()
+    ranks = Group() if alone else Group.of(group)
+    exchange = exchange_of(group, timeout_s=TIMEOUT_S, purpose="dcp-save", alone=alone)
+    contents, keys, meshes = None, None, None
+    if failed is None and parts is not None:
+        try:
+            contents = Contents.of(parts.tensors, parts.others, parts.paths)
+            keys = [*(item.text for item in contents.items if item.plain), *map(_value_key, contents.values)]
+            meshes = mesh_digests((item.key, item.value) for item in contents.items if is_dtensor(item.value))
+        except Exception as err:  # the other ranks learn it in the save
+            failed = err
+    holders = agreed_holders(exchange, keys, meshes)
+    step = step_named(directory)
+
+    def contribute(_: Message) -> Contribution:
+        assert contents is not None
+        held = describe.description(contents.items, holders, ranks)
+        first = ranks.rank == 0
+        own = [key for key in contents.values if holders.first(_value_key(key)) == ranks.rank]
+        topology = {"world_size": len(ranks.ranks)}
+        return Contribution(
+            held.shards(), step, Writer("torch", torch.__version__, __version__, torch.__version__, HUGGINGFACE, topology),
+            tensors=held.tensors, optimizer=contents.record if first else None,
+            optimizer_part=None if first or holders.others is None else contents.record,
+            objects=contents.objects(own) if first else {},
+            shared_objects={} if first else {f"{OBJECT}/{key}": contents.values[key] for key in own},
+        )  # fmt: skip
+
+    save_dir, tag = split(absolute(directory))
+    request = SaveRequest(
+        contribute, save_dir, tag, must_match={"step": step}, framework_stands_in=stands_in, failed=failed,
+        on_commit=_committed,
+    )  # fmt: skip
+    pending = runtime.saver(options or SaveOptions()).save(request, exchange, asynchronous=False)
+    if pending.result is None or not pending.result.committed:
+        saves = pending.result is not None and pending.result.framework_saves
+        raise DcpSaveError(f"{pending.directory}: {pending.cause()}. Earlier checkpoints are intact.", framework_saves=saves)
+    return metadata_of(parts or Parts())
+
+
+def _value_key(key: str) -> str:
+    return f"value {key}"
+
+
+def _committed(directory: str) -> None:
+    remove_replaced(directory, "torch", ("*.distcp",))
+    mark_for_dcp(directory)
+
+
+def metadata_of(parts: Parts) -> Metadata:
+    """Return the metadata of the parts of a rank, with each tensor as one chunk."""
+    found: dict[str, Any] = {key: BytesStorageMetadata() for key in parts.others}
+    for key, value in parts.tensors:
+        shape, dtype = (value.global_shape, value.data.dtype) if isinstance(value, LocalShard) else (value.shape, value.dtype)
+        found[key] = tensor_metadata(tuple(shape), dtype)
+    return Metadata(found, planner_data=dict(parts.paths))
+
+
+def tensor_metadata(shape: tuple[int, ...], dtype: torch.dtype) -> TensorStorageMetadata:
+    """Return the metadata of a tensor as one chunk, so that each box of a load is one request."""
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
+    return TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), [chunk])

@@ -1,0 +1,96 @@
+"""Calls of ``torch.distributed.checkpoint`` that hooks hand over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from torch_unickpt.dcp import saving
+from torch_unickpt.dcp.reading import load_into, plans_alone
+from torch_unickpt.dcp.storage import UnickptReader, UnickptWriter
+from torch_unickpt.edge import RUNTIME
+from unickpt.api.group import exchange_of
+from unickpt.base.errors import UnickptError
+from unickpt.base.logs import logger, make_visible
+from unickpt.base.switch import REASON
+from unickpt.checkpoint.format.file_names import DCP_MARK_FILE
+from unickpt.checkpoint.format.manifest import MANIFEST_FILE
+from unickpt.checkpoint.load.validation import is_checkpoint
+from unickpt.checkpoint.storage.base import absolute
+from unickpt.checkpoint.storage.open import open_storage
+
+
+def recognised(directory: str) -> bool:
+    """Return whether a folder holds a checkpoint of unickpt, and no newer one of torch."""
+    if not is_checkpoint(directory):
+        return False
+    place = open_storage(directory)
+    size = place.size_bytes(DCP_MARK_FILE)
+    return not size or place.read(DCP_MARK_FILE, 0, 1) == b"#"  # no pickle begins so
+
+
+def save(wrapped: Callable[..., Any], given: Mapping[str, Any], *, explicit: bool) -> Any:
+    """Save the state dict of a call of ``_save_state_dict``. ``explicit``: the caller passes a ``UnickptWriter``.
+
+    Under the switch torch saves instead if another attempt would fail in the same way.
+    """
+    make_visible()
+    writer, group, alone = given["storage_writer"], given["process_group"], bool(given["no_dist"])
+    directory = absolute(os.fspath(writer.path))
+    parts, failed, direct = None, None, saving.is_default(given["planner"])
+    if direct:
+        try:
+            parts = saving.parts_of(given["state_dict"], given["planner"] or DefaultSavePlanner())
+        except Exception as err:  # the other ranks learn it in the save
+            failed = err
+        exchange = exchange_of(group, timeout_s=saving.TIMEOUT_S, purpose="dcp-route", alone=alone)
+        own = {"direct": parts is not None or failed is not None}
+        direct = exchange.combined("route", own, lambda every: {"direct": all(each["direct"] for each in every)})["direct"]
+    first = alone or not dist.is_initialized() or dist.get_rank(group) == 0
+    if not explicit and first and RUNTIME.is_news(f"{REASON}: dcp"):
+        logger.info("unickpt: %s: torch.distributed.checkpoint.save writes unickpt checkpoints.", REASON)
+    options = writer.options if explicit else None
+    try:
+        if direct:
+            return saving.save(
+                RUNTIME, parts, directory, group=group, alone=alone, failed=failed, options=options, stands_in=not explicit
+            )
+        planned = UnickptWriter(directory, options=options, process_group=group)
+        planned.alone = alone
+        return wrapped(**{**given, "storage_writer": planned})
+    except UnickptError as err:
+        if explicit or not getattr(err, "framework_saves", False):
+            raise
+        if first:
+            logger.warning("unickpt: %s torch saves this checkpoint in its own format instead.", err)
+    saved = wrapped(**given)
+    if first:
+        open_storage(directory).delete(MANIFEST_FILE)  # of an earlier save: it would be loaded instead
+    return saved
+
+
+def load(wrapped: Callable[..., Any], given: Mapping[str, Any], *, explicit: bool) -> Any:
+    """Load into the state dict of a call of ``_load_state_dict``: a checkpoint of unickpt, or what torch finds."""
+    reader = given["storage_reader"]
+    directory = absolute(os.fspath(reader.path))
+    if not explicit and not recognised(directory):
+        return wrapped(**given)
+    allow_pickle = explicit and reader.allow_pickle
+    if plans_alone(given["planner"]):
+        load_into(
+            given["state_dict"], directory, given["planner"], group=given["process_group"], alone=bool(given["no_dist"]),
+            allow_pickle=allow_pickle,
+        )  # fmt: skip
+        return None
+    return wrapped(**{**given, "storage_reader": UnickptReader(directory, allow_pickle=allow_pickle)})
+
+
+def metadata(wrapped: Callable[..., Any], reader: Any, args: Any, kwargs: Any) -> Any:
+    """Return what torch's reader says of a folder: of a checkpoint of unickpt by its manifest."""
+    if kwargs.get("rank") is not None or not recognised(absolute(os.fspath(reader.path))):
+        return wrapped(*args, **kwargs)
+    return UnickptReader(reader.path).read_metadata()

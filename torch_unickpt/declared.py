@@ -1,0 +1,37 @@
+"""torch: tested versions, and the declarations of hooks on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from unickpt.base.hooks import Hook
+
+FRAMEWORK = "torch"
+VERSIONS = SpecifierSet(">=2.6,<2.16")
+_SOURCE = "https://github.com/pytorch/pytorch/blob/main"
+FINGERPRINTS = {
+    "torch.dcp.save": frozenset({"a90ae93e5181"}),
+    "torch.dcp.load": frozenset({"816fdbbcd991"}),
+    "torch.dcp.metadata": frozenset({"46c49b5800fc"}),
+}
+
+
+def version() -> str:
+    """Return the version of torch."""
+    import torch
+
+    return str(torch.__version__)
+
+
+def declared(
+    name: str, module: str, attribute: str, wrapper: Callable[..., Any], *, why: str, parameters: tuple[str, ...] = ()
+) -> Hook:
+    """Return a hook on a function of torch. It is not strict: the wrapper relies only on the names of parameters."""
+    return Hook(
+        name=name, module=module, attribute=attribute, wrapper=wrapper, versions=VERSIONS, fingerprints=FINGERPRINTS[name],
+        why=why, upstream=f"{_SOURCE}/{module.replace('.', '/')}.py",
+        until="torch takes its default storage classes from a registry", parameters=parameters, strict=False,
+    )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Declarations of the hooks on ``torch.distributed.checkpoint``. No other module of this package assigns to a module of torch.
+
+Each is installed after its module is imported (``unickpt.base.autoload.TORCH``), which ``import torch`` does not do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch_unickpt.declared import FRAMEWORK, declared, version
+from unickpt.base import hooks
+from unickpt.base.switch import switch
+
+STORAGE = "torch.distributed.checkpoint.filesystem"
+
+
+def _arguments(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the call's arguments by name, defaults included."""
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _is(value: Any, name: str, module: str = STORAGE) -> bool:
+    """Whether the class of a value is exactly this one, of a module that may not be imported."""
+    return type(value) is getattr(sys.modules.get(module), name, None)
+
+
+def _save(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+    given = _arguments(wrapped, args, kwargs)
+    writer, ours = given["storage_writer"], "torch_unickpt.dcp.storage"
+    explicit = _is(writer, "UnickptWriter", ours)
+    together = given.get("use_collectives", True)
+    if not explicit and not (together and _is(writer, "FileSystemWriter") and switch().saves):
+        return wrapped(*args, **kwargs)
+    from torch_unickpt.dcp import switched
+
+    return switched.save(wrapped, given, explicit=explicit)
+
+
+def _load(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+    given = _arguments(wrapped, args, kwargs)
+    reader = given["storage_reader"]
+    explicit = _is(reader, "UnickptReader", "torch_unickpt.dcp.storage")
+    if not explicit and not _is(reader, "FileSystemReader"):
+        return wrapped(*args, **kwargs)
+    from torch_unickpt.dcp import switched
+
+    return switched.load(wrapped, given, explicit=explicit)
+
+
+def _metadata(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    from torch_unickpt.dcp import switched
+
+    return switched.metadata(wrapped, instance, args, kwargs)
+
+
+SAVE = declared(
+    "torch.dcp.save", "torch.distributed.checkpoint.state_dict_saver", "_save_state_dict", _save,
+    why="save chooses a storage writer by the path, from a closed list", parameters=("state_dict", "storage_writer", "no_dist"),
+)  # fmt: skip
+LOAD = declared(
+    "torch.dcp.load", "torch.distributed.checkpoint.state_dict_loader", "_load_state_dict", _load,
+    why="load chooses a storage reader by the path, from a closed list", parameters=("state_dict", "storage_reader", "no_dist"),
+)  # fmt: skip
+METADATA = declared(
+    "torch.dcp.metadata", STORAGE, "FileSystemReader.read_metadata", _metadata,
+    why="libraries ask torch's reader what a folder holds",
+)  # fmt: skip
+NEEDED = DECLARED = [SAVE, LOAD, METADATA]
+
+
+def _install(hook: hooks.Hook) -> bool:
+    return hooks.install([hook], framework=FRAMEWORK, version=version(), lost="no universal checkpoints through DCP")
+
+
+# ``unickpt.base.autoload`` calls these after the import of a module
+install_saver = partial(_install, SAVE)
+install_loader = partial(_install, LOAD)
+install_storage = partial(_install, METADATA)
+
+
+def uninstall() -> None:
+    """Restore the functions of torch."""
+    hooks.uninstall(DECLARED)

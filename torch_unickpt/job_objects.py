@@ -1,0 +1,186 @@
+"""Schedulers, loaders, generators and other stateful objects of a job, in a checkpoint and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from unickpt.base.errors import MismatchError
+from unickpt.checkpoint.load import rng
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.report import LoadReport
+from unickpt.transform.convert import training_progress
+
+ENGINE, SCHEDULER, MORE_SCHEDULERS, STATEFUL, CLIENT = "engine", "lr_scheduler", "lr_schedulers", "stateful", "client_state"
+RNG, LOADER = "rng", "data_loader"  # of each rank
+
+
+@dataclass(frozen=True, slots=True)
+class JobObjects:
+    """Objects of a job that have a state beside model and optimizer.
+
+    Attributes:
+        schedulers: learning-rate schedulers.
+        loader: data loader of this rank, or None.
+        stateful: further objects with ``state_dict`` and ``load_state_dict``, by name.
+    """
+
+    schedulers: Sequence[Any] = ()
+    loader: Any = None
+    stateful: Mapping[str, Any] = field(default_factory=dict)
+
+    def captured(self, step: int, samples: int | None, client_state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of the whole job.
+
+        ``engine`` and ``lr_scheduler`` have the form that the adapter for DeepSpeed stores, so that every framework finds the
+        counters and the position of the schedule.
+        """
+        states = [{"class": type(each).__name__, "state": each.state_dict()} for each in map(_inner, self.schedulers)]
+        return {
+            ENGINE: {"global_steps": step, "global_samples": samples or 0, "skipped_steps": 0},
+            SCHEDULER: states[0] if states else None,
+            **({MORE_SCHEDULERS: states[1:]} if len(states) > 1 else {}),
+            STATEFUL: {name: each.state_dict() for name, each in self.stateful.items()},
+            CLIENT: dict(client_state),
+        }
+
+    def of_rank(self) -> dict[str, Any]:
+        """Return the state of this rank alone."""
+        return {RNG: rng.capture(), **({} if self.loader is None else {LOADER: self.loader.state_dict()})}
+
+
+def schedulers_of(given: Any) -> list[Any]:
+    """Return the schedulers in an argument: one, several or None."""
+    return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+
+
+def _inner(scheduler: Any) -> Any:
+    """Return the scheduler that a wrapper such as Accelerate's drives."""
+    return getattr(scheduler, "scheduler", scheduler)
+
+
+class RestoredObjects:
+    """The objects of one load. ``read`` first, ``apply`` after all ranks have read the tensors.
+
+    Args:
+        objects: of this job.
+        checkpoint: with the objects of the saving job.
+        foreign: the checkpoint was translated from another framework's names.
+        report: gets an entry for each object.
+        rank, world: this rank, and the number of ranks of this job.
+    """
+
+    def __init__(
+        self, objects: JobObjects, checkpoint: Checkpoint, report: LoadReport, *, foreign: bool, restore_rng: bool,
+        allow_pickle: bool, rank: int, world: int,
+    ) -> None:  # fmt: skip
+        self.own, self.checkpoint, self.report, self.foreign = objects, checkpoint, report, foreign
+        self.restore_rng, self.allow_pickle, self.rank, self.world = restore_rng, allow_pickle, rank, world
+        self._saved: dict[str, Any] = {}
+        self._ranks: dict[int, dict[str, Any]] = {}
+
+    @property
+    def before(self) -> int:
+        """Number of ranks of the job that saved."""
+        return int(self.checkpoint.manifest.writer.topology.get("world_size") or 1)
+
+    def read(self) -> None:
+        """Read the state of the job, of this rank, and of those that it may need.
+
+        Raises:
+            MismatchError: a loader cannot be divided among another number of ranks.
+        """
+        self._saved = dict(self.checkpoint.objects(allow_pickle=self.allow_pickle).value)
+        wanted = {0, min(1, self.before - 1), *({self.rank} if self.rank < self.before else ())}
+        if self.own.loader is not None and self.before != self.world:
+            wanted = set(range(self.before))
+        loader = self.own.loader
+        if loader is not None and self.before != self.world and not hasattr(loader, "reshard"):
+            raise MismatchError(
+                f"{self.checkpoint.storage}: {self.before} ranks saved the states of their data loaders, this job has "
+                f"{self.world}, and {type(loader).__name__} has no method reshard (unickpt.ReshardableLoader). Pass "
+                "loader=None, and set the position by hand"
+            )
+        for rank in wanted:
+            self._ranks[rank] = dict(self.checkpoint.rank_objects(rank, allow_pickle=self.allow_pickle).value)
+
+    def apply(self) -> None:
+        """Set the states."""
+        self._set_schedulers()
+        for name, target in self.own.stateful.items():
+            found = (self._saved.get(STATEFUL) or {}).get(name)
+            if found is None:
+                self._note(name, "left out", "none was saved: it keeps its own state")
+            else:
+                target.load_state_dict(found)
+                self._note(name, "restored")
+        self._set_loader()
+        self._set_generators()
+
+    def client_state(self) -> dict[str, Any]:
+        """Return what the caller of the save passed."""
+        return dict(self._saved.get(CLIENT) or {})
+
+    def samples(self) -> int:
+        """Return the number of samples of the steps that were done; 0 if the saving job did not count them."""
+        return training_progress.of_job(self.checkpoint.manifest.step, self._saved).samples or 0
+
+    def _note(self, name: str, outcome: Any, reason: str = "") -> None:
+        self.report.add(name, "object", outcome, reason)
+
+    def _set_schedulers(self) -> None:
+        states = [self._saved.get(SCHEDULER), *(self._saved.get(MORE_SCHEDULERS) or ())]
+        progress = training_progress.of_schedule(self.checkpoint.manifest.step, self._saved)
+        for at, target in enumerate(map(_inner, self.own.schedulers)):
+            name = SCHEDULER if not at else f"{SCHEDULER}[{at}]"
+            saved, kind = states[at] if at < len(states) else None, type(target).__name__
+            if isinstance(saved, Mapping) and saved.get("class") in (kind, None):
+                target.load_state_dict(saved["state"])
+                self._note(name, "restored")
+            elif training_progress.move(target, progress):
+                self._note(name, "set", f"{kind} of this job is set to step {progress.steps:,}")
+            else:
+                stored = saved["class"] if isinstance(saved, Mapping) else "none"
+                self._note(name, "left out", f"saved from {stored}, this job has {kind}, which cannot be moved to a step")
+
+    def _set_loader(self) -> None:
+        loader = self.own.loader
+        if loader is None:
+            return
+        states = [self._ranks[rank].get(LOADER) for rank in sorted(self._ranks)]
+        if None in states:
+            self._note(LOADER, "left out", "none was saved: it keeps its own state")
+        elif self.before == self.world:
+            loader.load_state_dict(self._ranks[self.rank][LOADER])
+            self._note(LOADER, "restored")
+        else:
+            loader.load_state_dict(loader.reshard(states, self.world)[self.rank])
+            self._note(LOADER, "re-seeded", f"the samples of {self.before} ranks are dealt to {self.world}")
+
+    def _set_generators(self) -> None:
+        first, own = (self._ranks.get(rank, {}).get(RNG) for rank in (0, self.rank))
+        if not self.restore_rng:
+            self._note(RNG, "left out", "restore_rng is false")
+        elif self.foreign or not rng.is_state(first):
+            framework = self.checkpoint.manifest.writer.framework
+            self._note(RNG, "left out", f"generators of {framework} have no counterpart: this job's own keep their state")
+        elif own is not None:
+            missing = rng.restore(own)
+            if missing:
+                self._note(RNG, "left out", f"this process has no {', '.join(missing)} generator")
+            elif self.before == self.world:
+                self._note(RNG, "restored")
+            else:
+                self._changed(rng.kept(self.before, self.world))
+        else:
+            second = self._ranks.get(1, {}).get(RNG)
+            if second is not None and rng.equal(first, second):
+                rng.restore(first)
+                self._changed("all ranks shared one state, and still share it")
+            else:
+                rng.reseed(first, self.rank)
+                self._changed("this rank is new, and is seeded from rank 0")
+
+    def _changed(self, how: str) -> None:
+        self._note(RNG, "re-seeded", rng.change(rng.counted(self.before), str(self.world), how))

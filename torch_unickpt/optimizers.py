@@ -1,0 +1,303 @@
+"""The optimizers of a job: their states by parameter name, and what restores them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_unickpt.names import Names
+from unickpt.api.dtensors import is_dtensor, placed_tensor
+from unickpt.api.group import Group
+from unickpt.api.state import Key, LocalShard, Value
+from unickpt.base.errors import ConfigError, MismatchError, UnsupportedLayoutError
+from unickpt.checkpoint.format.dtypes import torch_dtype
+from unickpt.checkpoint.format.index import TensorInfo
+from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, merge_groups
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.report import LoadReport
+from unickpt.checkpoint.state.first_step import STEP, FirstStates, first_states, known
+from unickpt.checkpoint.state.missing_states import ALL, StatesOfParameter, StatesOfPart, begin_anew, described, plan
+from unickpt.checkpoint.state.optimizer_record import (
+    LEFT_OUT,
+    NOT_HYPERPARAMETERS,
+    copied,
+    encoded,
+    formed,
+    is_number,
+    not_stored,
+    number_of,
+)
+from unickpt.checkpoint.state.saved_optimizer import SavedOptimizer
+
+_NAMES = "param_names"  # of ``torch.optim`` with named parameters; the record has the names of the module
+_HINT = 'optimizer=None loads the weights alone, and missing_state="fresh" starts the missing states fresh and keeps the others'
+_FRESH = "the checkpoint lacks it (missing_state is fresh): starts fresh"
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A parameter of an optimizer.
+
+    Attributes:
+        number: of its group, counted over all optimizers.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
+    number: int
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """State of the parameter; empty if the optimizer has none."""
+        found: dict[str, Any] = self.optimizer.state.get(self.parameter, {})
+        return found
+
+
+def unwrapped(given: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that compute the steps, without wrappers such as Accelerate's.
+
+    Raises:
+        ConfigError: a value is not an optimizer.
+    """
+    found = []
+    for each in given if isinstance(given, (list, tuple)) else [] if given is None else [given]:
+        while isinstance(inner := getattr(each, "optimizer", None), torch.optim.Optimizer):
+            each = inner
+        if not isinstance(each, torch.optim.Optimizer):
+            raise ConfigError(f"optimizer: expected a torch.optim.Optimizer or a list of them, got {type(each).__name__}")
+        found.append(each)
+    return found
+
+
+class Optimizers:
+    """The optimizers of a job.
+
+    Args:
+        optimizers: in the order of the job.
+        names: of the module.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], names: Names) -> None:
+        self.optimizers, self.names = optimizers, names
+        self.name = "+".join(type(each).__name__ for each in optimizers)
+        self.parameters = list(self._parameters())
+
+    def _parameters(self) -> Iterator[Stepped]:
+        number = 0
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    name = self.names.of.get(id(parameter))
+                    if name is None:
+                        raise UnsupportedLayoutError(
+                            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that the module lacks. Make "
+                            "the optimizer after fully_shard, and pass the module that it trains"
+                        )
+                    yield Stepped(name, parameter, optimizer, group, number)
+                number += 1
+
+    def tensors(self, group: Group) -> dict[Key, Value]:
+        """Return the states that are not scalars, by parameter name and state. ``group``: the ranks that save."""
+        return {
+            (each.name, key): _placed(each, key, value, group)
+            for each in self.parameters
+            for key, value in each.state.items()
+            if isinstance(value, torch.Tensor) and not _is_scalar(key, value, each.parameter)
+        }
+
+    def record(self) -> OptimizerRecord | None:
+        """Return settings and scalars for the manifest; None without an optimizer."""
+        if not self.optimizers:
+            return None
+        groups: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        scalars = []
+        for each in self.parameters:
+            groups.setdefault(each.number, (each.group, []))[1].append(each.name)
+            values = {
+                key: value
+                for key, value in each.state.items()
+                if value is not None and (not isinstance(value, torch.Tensor) or _is_scalar(key, value, each.parameter))
+            }
+            if values:
+                scalars.append(encoded(values, (each.name,)))
+        settings = [
+            encoded({key: value for key, value in group.items() if key not in ("params", _NAMES)}, names)
+            for group, names in groups.values()
+        ]
+        return OptimizerRecord(self.name, tuple(settings), merge_groups(scalars), any(each.state for each in self.parameters))
+
+
+def _is_scalar(key: str, value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    return value.numel() == 1 and (key == STEP or tuple(value.shape) != tuple(parameter.shape))
+
+
+def _placed(each: Stepped, key: str, value: torch.Tensor, group: Group) -> Value:
+    """Return a state with its place in the global tensor."""
+    parameter: Any = each.parameter
+    if is_dtensor(value) or not is_dtensor(parameter) or all(placement.is_replicate() for placement in parameter.placements):
+        return value
+    part = placed_tensor((each.name, key), parameter)
+    if part is None or tuple(value.shape) != part.box.shape:
+        raise UnsupportedLayoutError(
+            f"{each.name} ({key}): is a plain tensor of shape {tuple(value.shape)} beside a DTensor parameter of shape "
+            f"{tuple(parameter.shape)}: its place in the whole state is not known"
+        )
+    return LocalShard(value, part.box.start, tuple(parameter.shape), group.among(part.ranks))
+
+
+class RestoredOptimizers:
+    """The optimizers of one load. ``requests`` first, ``apply`` after the read.
+
+    Args:
+        optimizers: of this job.
+        checkpoint: under the names of this job.
+        stored: name in the checkpoint of a name of this job.
+        report: gets an entry for each state.
+        fresh: states that the checkpoint lacks start fresh.
+    """
+
+    def __init__(
+        self, optimizers: Optimizers, checkpoint: Checkpoint, stored: Mapping[str, str], report: LoadReport, *, fresh: bool
+    ) -> None:
+        self.own, self.checkpoint, self.report, self.fresh = optimizers, checkpoint, report, fresh
+        self._names = stored
+        self.saved = SavedOptimizer(checkpoint, optimizers.name)
+        self._plans: list[StatesOfPart] = []
+        self._firsts: dict[Any, FirstStates | None] = {}
+        self._new: list[dict[str, torch.Tensor]] = []
+        self._sources: dict[str, list[ParameterGroup]] = {}
+        for source in () if self.saved.record is None else self.saved.record.scalars:
+            for name in source.parameters:
+                self._sources.setdefault(name, []).append(source)
+        self._decoded: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def requests(self, group: Group) -> list[tuple[Key, Value]]:
+        """Return the states to fill, under their names in the checkpoint. No optimizer changes before ``apply``.
+
+        Args:
+            group: the ranks that load.
+
+        Raises:
+            MismatchError: the checkpoint lacks states. Names them, or both optimizers.
+        """
+        where = self.checkpoint.storage
+        if self.saved.record is None and not self.fresh:
+            raise MismatchError(f"{where} holds no optimizer, this job has {self.own.name}. {_HINT}.")
+        if self.saved.record is not None and not self.saved.related and not self.fresh:
+            raise MismatchError(
+                f"{where} was trained with {self.saved.record.name}, this job uses {self.own.name}. The states cannot be "
+                f"converted. {_HINT}."
+            )
+        self._plans = [self._plan(each) for each in self.own.parameters]
+        lacking = [plan.lacking for plan in self._plans if plan.lacking]
+        if lacking and not self.fresh:
+            raise MismatchError(f"{where} lacks states that this job's {self.own.name} needs: {described(lacking)}. {_HINT}.")
+        found: list[tuple[Key, Value]] = []
+        for each, states in zip(self.own.parameters, self._plans, strict=True):
+            made = {key: self._made(each, key, info) for key in sorted(states.given) if (info := self._info(each, key))}
+            self._new.append(made)
+            found += [((self._stored(each.name), key), _placed(each, key, value, group)) for key, value in made.items()]
+        return found
+
+    def _info(self, each: Stepped, key: str) -> TensorInfo | None:
+        return self.checkpoint.info(self._stored(each.name), key)
+
+    def _stored(self, name: str) -> str:
+        return self._names.get(name, name)
+
+    def _plan(self, each: Stepped) -> StatesOfPart:
+        first = self._first(each)
+        held = frozenset(key for key in self.saved.usable if self._info(each, key) is not None)
+        described_here = StatesOfParameter(each.name, self._stored(each.name) in self.saved.trained, held)
+        if self.saved.record is None or not (self.saved.related or self.saved.usable):
+            return begin_anew([described_here], first)
+        scalars = set(self._scalars(each))
+        if not self.saved.related:
+            wanted = frozenset() if first is None else frozenset(first.tensors)
+            described_here = StatesOfParameter(each.name, described_here.trained, held & wanted)
+            return plan([described_here], scalars & {STEP} if held & wanted else (), first)
+        return plan([described_here], scalars, first)
+
+    def _scalars(self, each: Stepped) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for source in self._sources.get(self._stored(each.name), ()):
+            kind = (id(source), each.number)
+            if kind not in self._decoded:
+                self._decoded[kind] = self.saved.scalars(source, each.group, each.parameter.device)
+            found |= {key: copied(value) for key, value in self._decoded[kind].items()}
+        return found
+
+    def _first(self, each: Stepped) -> FirstStates | None:
+        parameter = each.parameter
+        kind = (id(each.optimizer), id(each.group), parameter.dim(), parameter.dtype, parameter.device)
+        if kind not in self._firsts:
+            group = {**each.group, **{key: values[0] for key, values in self._settings(each).items()}}
+            self._firsts[kind] = first_states(each.optimizer, group, parameter) if known(each.optimizer) else None
+        return self._firsts[kind]
+
+    def _settings(self, each: Stepped, report: LoadReport | None = None) -> dict[str, list[Any]]:
+        listed = [self._stored(other.name) for other in self.own.parameters if other.number == each.number]
+        return self.saved.settings(each.number, each.group, self.saved.groups_of(listed), each.parameter.device, report)
+
+    def _made(self, each: Stepped, key: str, info: TensorInfo) -> torch.Tensor:
+        """Return an uninitialised tensor for a state: where and how the optimizer would make it."""
+        own = each.state.get(key)
+        if isinstance(own, torch.Tensor) and tuple(own.shape) == info.shape:
+            return torch.empty_like(own)
+        parameter, dtype = each.parameter.detach(), torch_dtype(info.dtype)
+        first = self._first(each)
+        if first is not None and key in first.tensors:  # it steps on no other dtype
+            dtype = first.tensors[key][0]
+        if tuple(parameter.shape) == info.shape:
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return parameter.new_empty(info.shape, dtype=dtype)
+
+    def apply(self) -> None:
+        """Give the optimizers their states, scalars and settings. They then have no state of an earlier step."""
+        for each, states, made in zip(self.own.parameters, self._plans, self._new, strict=True):
+            for name, keys in states.lacking.items():
+                for key in keys:
+                    self.report.add(name, "optimizer" if key == ALL else key, "re-seeded", _FRESH)
+            if states.nothing:
+                each.optimizer.state.pop(each.parameter, None)
+                if not states.lacking and self._stored(each.name) in self.saved.trained:
+                    self.report.add(each.name, "optimizer", "restored", "it had no state when it was saved")
+                continue
+            first = FirstStates() if states.first is None else states.first
+            new: dict[str, Any] = {}
+            for key in [*first.tensors, *sorted(states.given)]:  # in the order of the optimizer's own
+                if key in made:
+                    new[key] = made[key]
+                elif key in states.fresh:
+                    new[key] = torch.full_like(each.parameter.detach(), states.begin(key), dtype=first.tensors[key][0])
+            found = self._scalars(each)
+            for key in (*sorted(states.scalars), *sorted(states.fresh_scalars)):
+                own = copied(each.state.get(key, first.scalars.get(key)))
+                new[key] = formed(own, found[key]) if key in found else own
+            ordered = [key for key in first.scalars if key in new]
+            each.optimizer.state[each.parameter] = {key: new[key] for key in dict.fromkeys([*ordered, *new])}
+            for key in sorted(states.scalars):
+                self.report.add(each.name, key, "restored")
+        done = set()
+        for each in self.own.parameters:
+            if each.number not in done:
+                done.add(each.number)
+                self._set_group(each)
+
+    def _set_group(self, each: Stepped) -> None:
+        sources: Sequence[ParameterGroup] = self.saved.groups_of(
+            [self._stored(other.name) for other in self.own.parameters if other.number == each.number]
+        )
+        for key in not_stored(sources):
+            self.report.add(f"param_groups[{each.number}].{key}", "hyperparameter", "left out", LEFT_OUT)
+        for key, values in self._settings(each, self.report).items():
+            if key in NOT_HYPERPARAMETERS:
+                continue
+            value = max(values, key=number_of) if is_number(values[0]) else values[0]
+            each.group[key] = formed(each.group.get(key), value)
+            self.report.add(f"param_groups[{each.number}].{key}", "hyperparameter", "restored")

@@ -1,0 +1,106 @@
+"""Load a checkpoint into named tensors, on all ranks of a group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from unickpt.api.group import Group
+from unickpt.api.requests import Wanted
+from unickpt.api.state import Key, Value
+from unickpt.base.listing import some
+from unickpt.base.logs import logger
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.report import LoadReport
+from unickpt.checkpoint.load.resume import Together
+from unickpt.checkpoint.state.filling import Filling
+
+# of an opened checkpoint: the checkpoint under the names of this job, and what this rank fills from it
+Find: TypeAlias = Callable[[Checkpoint], tuple[Checkpoint, Iterable[tuple[Key, Value]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A loaded checkpoint.
+
+    Attributes:
+        checkpoint: the opened checkpoint. ``checkpoint.rank_objects(rank)`` has the objects of one rank of the saving job,
+            ``checkpoint.manifest.step`` the training step.
+        objects: non-tensor state of the job, by name.
+        report: outcome for every tensor of the checkpoint, and bytes and seconds of this rank.
+    """
+
+    checkpoint: Checkpoint
+    objects: dict[str, Any]
+    report: LoadReport
+
+    @property
+    def step(self) -> int:
+        """Training step of the checkpoint."""
+        return self.checkpoint.manifest.step
+
+
+@dataclass(frozen=True, slots=True)
+class HowToLoad:
+    """Arguments of ``unickpt.load_checkpoint``.
+
+    Attributes:
+        strict, verify, allow_pickle: as there.
+        fresh: ``missing_state`` is ``fresh``.
+        what: what is filled, for the report.
+    """
+
+    strict: bool = False
+    fresh: bool = False
+    verify: str = "always"
+    allow_pickle: bool = False
+    what: str = "a state dict"
+
+
+def load(
+    exchange: MessageExchange, directory: str, find: Find, group: Group, how: HowToLoad, skipped: tuple[str, ...] = (), *,
+    report: LoadReport | None = None,
+) -> Loaded:  # fmt: skip
+    """Load one checkpoint. Every rank calls this.
+
+    Args:
+        exchange: of this load.
+        directory: of the checkpoint.
+        find: see ``Find``. It reads no data of tensors and does not communicate.
+        group: the ranks.
+        how: arguments of the load.
+        skipped: newer checkpoints that were damaged, for the report.
+        report: gets the entries, those of ``find`` too. None: a new one.
+
+    Raises:
+        AgreedFailureError: the load failed on at least one rank.
+    """
+    begin = time.monotonic()
+    together = Together(exchange, directory)
+    report = LoadReport() if report is None else report
+    report.source = directory
+    report.target = f"{how.what} on {exchange.world} {'rank' if exchange.world == 1 else 'ranks'}"
+
+    def opened() -> Wanted:
+        checkpoint, items = find(Checkpoint.open(directory))
+        return Wanted.of(Filling(checkpoint, report), items, group, fresh=how.fresh)
+
+    wanted = together.step("open", opened)
+    filling, checkpoint = wanted.filling, wanted.filling.checkpoint
+    planned, opener = together.plan(filling.plan, identity=lambda: checkpoint.identity, share=exchange.world > 1)
+    wanted.agree(exchange)
+    if how.strict:
+        together.step("complete", wanted.refuse_lost)
+    together.read(lambda host_peers: filling.read(planned, verify=how.verify, host_peers=host_peers), opener)
+    decoded = together.step("finish", lambda: checkpoint.objects(allow_pickle=how.allow_pickle))
+    wanted.account(decoded)
+    if wanted.lost and exchange.rank == 0:
+        logger.warning(
+            "unickpt: %s: no rank requested %d of its parameters: %s", directory, len(wanted.lost), some(wanted.lost)
+        )
+    report.skipped, report.notes = list(skipped), list(checkpoint.manifest.notes)
+    report.seconds = time.monotonic() - begin
+    return Loaded(checkpoint, decoded.value, report)
