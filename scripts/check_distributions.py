@@ -35,7 +35,7 @@ NEEDED = {
     "ds_unickpt/engine.py",
     "megatron_unickpt/hooks.py",
 }
-ROOTS = {"_unickpt_autoload.py", "unickpt", "ds_unickpt", "megatron_unickpt"}
+ROOTS = {"_unickpt_autoload.py", "unickpt", "ds_unickpt", "megatron_unickpt", "torch_unickpt"}
 ADDED = {"PKG-INFO", "setup.cfg", "unickpt/VERSION"}  # to what git has, in a source distribution
 PLACEHOLDER = ".invalid/"
 

@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
@@ -33,9 +34,15 @@ from unickpt.base.hooks import Hook, fingerprint_of_source  # noqa: E402
 
 
 def hooks_of(framework: str) -> list[Hook]:
-    adapter = {"deepspeed": "ds_unickpt", "megatron": "megatron_unickpt", "transformers": "ds_unickpt"}[framework]
+    adapter = {
+        "deepspeed": "ds_unickpt",
+        "megatron": "megatron_unickpt",
+        "transformers": "ds_unickpt",
+        "torch": "torch_unickpt",
+    }[framework]
     declared: list[Hook] = import_module(f"{adapter}.hooks").DECLARED
-    declared = [*declared, *import_module(f"{adapter}.measuring.timing").all_timing_hooks()]
+    if find_spec(f"{adapter}.measuring") is not None:
+        declared = [*declared, *import_module(f"{adapter}.measuring.timing").all_timing_hooks()]
     return [hook for hook in declared if hook.module.partition(".")[0] == framework]
 
 
@@ -64,7 +71,7 @@ def released(framework: str, version: str, folder: Path) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("framework", choices=("deepspeed", "megatron", "transformers"))
+    parser.add_argument("framework", choices=("deepspeed", "megatron", "transformers", "torch"))
     parser.add_argument("versions", nargs="+", help="trees, or with --repository tags or commits")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--repository", type=Path, help="git repository that holds the versions")

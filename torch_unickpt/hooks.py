@@ -11,7 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch_unickpt.declared import FRAMEWORK, declared, version
+from torch_unickpt.framework.declaration import declared
+from torch_unickpt.framework.versions import FRAMEWORK, version
 from unickpt.base import hooks
 from unickpt.base.switch import switch
 

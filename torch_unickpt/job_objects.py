@@ -159,7 +159,8 @@ class RestoredObjects:
             self._note(LOADER, "re-seeded", f"the samples of {self.before} ranks are dealt to {self.world}")
 
     def _set_generators(self) -> None:
-        first, own = (self._ranks.get(rank, {}).get(RNG) for rank in (0, self.rank))
+        first: Any = self._ranks.get(0, {}).get(RNG)
+        own: Any = self._ranks.get(self.rank, {}).get(RNG)
         if not self.restore_rng:
             self._note(RNG, "left out", "restore_rng is false")
         elif self.foreign or not rng.is_state(first):

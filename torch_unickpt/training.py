@@ -355,7 +355,7 @@ def _resumed(
             report.log()
         return StartingPoint(offer.directory, loaded.step, objects.samples(), objects.client_state(), report)
 
-    start = resume(exchange, candidates.offer, attempt, nothing, where=folder, fall_back=fall_back)
+    start: StartingPoint = resume(exchange, candidates.offer, attempt, nothing, where=folder, fall_back=fall_back)
     exchange.leave()
     return start
 

@@ -128,8 +128,8 @@ def test_no_test_module_imports_another_test_module() -> None:
     assert _found_imports(["tests"], r"tests\.(unit|integration|hostile|jobs|support)\.(.+\.)?test_") == []
 
 
-_OURS = ("unickpt", "ds_unickpt", "megatron_unickpt", "tests", "evidence", "benchmarks")
-_PRODUCT = ("examples", "scripts", "benchmarks", "unickpt", "ds_unickpt", "megatron_unickpt")
+_OURS = ("unickpt", "ds_unickpt", "megatron_unickpt", "torch_unickpt", "tests", "evidence", "benchmarks")
+_PRODUCT = ("examples", "scripts", "benchmarks", "unickpt", "ds_unickpt", "megatron_unickpt", "torch_unickpt")
 
 
 def test_only_tests_and_evidence_import_tests() -> None:

@@ -141,6 +141,7 @@ class Stored:
         values: other values, by key.
         paths: paths of further keys.
         scalars, settings: scalar states, and settings of the group, of each parameter.
+        stepped: parameters that have states.
     """
 
     checkpoint: Checkpoint
@@ -149,6 +150,7 @@ class Stored:
     paths: Mapping[str, Path]
     scalars: Mapping[str, Mapping[str, Any]]
     settings: Mapping[str, Mapping[str, Any]]
+    stepped: frozenset[str]
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, *, allow_pickle: bool = False) -> Stored:
@@ -166,7 +168,8 @@ class Stored:
         tree = Tree.from_json(found[_TREE]) if _TREE in found else Tree()
         record, where = checkpoint.manifest.optimizer, str(checkpoint.storage)
         scalars, settings = ({}, {}) if record is None else (_by_name(each, where) for each in (record.scalars, record.groups))
-        return cls(checkpoint, tree, values, paths, scalars, settings)
+        states = (info.name for info in checkpoint.index.tensors if info.kind == "optimizer")
+        return cls(checkpoint, tree, values, paths, scalars, settings, frozenset((*states, *scalars)))
 
 
 def _by_name(groups: Iterable[ParameterGroup], where: str) -> dict[str, dict[str, Any]]:

@@ -29,6 +29,9 @@ from unickpt.checkpoint.load.resume import AgreedFailureError
 from unickpt.checkpoint.state.filling import WEIGHT, Filling
 from unickpt.checkpoint.state.optimizer_record import formed
 
+# States that every optimizer of torch begins with zeros, or at step 0
+_FROM_ZERO = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg"})
+
 
 class Contained:
     """What a checkpoint has for a state dict.
@@ -82,6 +85,17 @@ class Contained:
         listed = self._template.get(f"{tree.optimizer}param_groups.{name}.params")
         return str(listed[0]) if isinstance(listed, (list, tuple)) and listed else name
 
+    def begins(self, key: str) -> bool:
+        """Whether a key is a state of a parameter that was trained and had no gradient yet, and so had no state.
+
+        Before a load, DCP lets the optimizer make the states of all parameters (``_init_optim_state``).
+        """
+        tree = self._wanted
+        if tree is None or not tree.is_state(key):
+            return False
+        name, state = tree.name_of(key)
+        return state in _FROM_ZERO and name in self.stored.settings and name not in self.stored.stepped
+
     def keys(self) -> Iterable[str]:
         """Return the keys of the checkpoint, and those of the state dict to fill that it can serve."""
         tree = self.stored.tree
@@ -107,7 +121,7 @@ class Contained:
                 found[key] = tensor_metadata(info.shape, torch_dtype(info.dtype))
             else:
                 has, value = self.value(key)
-                if not has:
+                if not has and not self.begins(key):
                     continue
                 like = self._template.get(key, value)
                 is_tensor = isinstance(like, torch.Tensor)
@@ -137,7 +151,8 @@ class Contained:
             target = planner.resolve_tensor(item).detach()
             at = self.tensor(key)
             if at is None:
-                target.copy_(formed(torch.empty_like(target), self.value(key)[1]))
+                has, value = self.value(key)
+                target.copy_(formed(torch.empty_like(target), value)) if has else target.zero_()
             else:
                 info = self.stored.checkpoint.serving(*at)
                 assert info is not None

@@ -55,7 +55,7 @@ class UnickptWriter(StorageWriter):
         if checkpoint_id:
             self.path = os.fspath(checkpoint_id)
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         if kwargs.get("use_collectives") is False:
             raise ConfigError("UnickptWriter: use_collectives=False is not supported: the ranks save one checkpoint together")
 
@@ -108,7 +108,7 @@ class UnickptReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.path, self._contained = os.fspath(checkpoint_id) if checkpoint_id else self.path, None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         return self._found().metadata()
 
     def _found(self) -> Contained:

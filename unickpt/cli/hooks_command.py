@@ -15,7 +15,7 @@ from pkgutil import walk_packages
 from typing import Any
 
 from unickpt.base import hooks
-from unickpt.base.autoload import DEEPSPEED, MEGATRON
+from unickpt.base.autoload import DEEPSPEED, MEGATRON, TORCH
 from unickpt.base.hooks import Hook, HookStatus
 from unickpt.cli.doctor import answers, declared, facts, text
 from unickpt.cli.doctor.declared import Role
@@ -23,17 +23,17 @@ from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.output import Output
 
 JSON_SCHEMA = 1
-ADAPTERS = ("ds_unickpt", "megatron_unickpt")
+ADAPTERS = ("ds_unickpt", "megatron_unickpt", "torch_unickpt")
 FALLBACKS = "ds_unickpt.framework.fallbacks"
 
 _MARKDOWN_BEGINNING = """\
 <!-- Generated, do not edit: unickpt hooks status --markdown > docs/developing/hooks.md -->
 # Hooks
 
-The functions of DeepSpeed, transformers and Megatron that unickpt wraps. A hook is installed if the source of its function
-is known, whatever the version, and if the function has the parameters that the hook needs. `timing` and `compression` in a
-name: only if these are enabled. A fingerprint is 12 hex digits of the SHA-256 of the function's source without comment
-lines, blank lines and indentation. If it is unknown, "self-test": a
+The functions of DeepSpeed, transformers, Megatron and torch that unickpt wraps. A hook is installed if the source of its
+function is known, whatever the version, and if the function has the parameters that the hook needs. `timing` and
+`compression` in a name: only if these are enabled. A fingerprint is 12 hex digits of the SHA-256 of the function's source
+without comment lines, blank lines and indentation. If it is unknown, "self-test": a
 [self-test](../start/install.md#how-it-gets-into-the-framework) at the first use decides. "refused": the hook is not
 installed, and one warning says so. "installed": it is, with a version that was tested, and `unickpt hooks status` names it:
 it passes calls through, sets an argument, changes the text of an error, or belongs to Megatron-LM, whose users edit the
@@ -78,7 +78,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def _table(known: facts.Acting, args: argparse.Namespace, out: Output) -> None:
     """Import the frameworks, and show every hook."""
-    adapters = [_import("ds_unickpt", "deepspeed", DEEPSPEED), _import("megatron_unickpt", "megatron", MEGATRON)]
+    adapters = [
+        _import("ds_unickpt", "deepspeed", DEEPSPEED),
+        _import("megatron_unickpt", "megatron", MEGATRON),
+        _import("torch_unickpt", "torch", TORCH),
+    ]
     usable = [_usable(status, adapters) for status in hooks.status()]
     found = sorted([*usable, *_not_installed(usable, adapters)], key=lambda status: status.hook.name)
     fallbacks = _fallbacks() if adapters[0].state == "imported" else []
@@ -143,7 +147,7 @@ def _not_installed(known: list[HookStatus], adapters: list[_Adapter]) -> list[Ho
         declarations = import_module(f"{adapter}.hooks")
         enabled_by_option = [
             *getattr(declarations, "OPTIONAL", []),
-            *import_module(f"{adapter}.measuring.timing").all_timing_hooks(),
+            *_timed(adapter),
         ]
         others = [hook for hook in declarations.DECLARED if hook not in enabled_by_option]
         found += [_without_status(hook) for hook in others if hook.name not in names]
@@ -164,16 +168,23 @@ def _without_status(hook: Hook) -> HookStatus:
 
 def _declared(adapter: str) -> list[Hook]:
     declared: list[Hook] = import_module(f"{adapter}.hooks").DECLARED
-    return [*declared, *import_module(f"{adapter}.measuring.timing").all_timing_hooks()]
+    return [*declared, *_timed(adapter)]
+
+
+def _timed(adapter: str) -> list[Hook]:
+    """Return the hooks of an adapter that the timing of collectives needs."""
+    if find_spec(f"{adapter}.measuring") is None:
+        return []
+    found: list[Hook] = import_module(f"{adapter}.measuring.timing").all_timing_hooks()
+    return found
 
 
 def _roles(adapter: str) -> list[tuple[Hook, Role]]:
     """Return the hooks that an adapter declares, each with what a job loses without it."""
     declarations = import_module(f"{adapter}.hooks")
-    timed: list[Hook] = import_module(f"{adapter}.measuring.timing").all_timing_hooks()
     roles: dict[str, Role] = {hook.name: Role.BESIDE for hook in declarations.DECLARED}
     roles |= {hook.name: Role.NEEDED for hook in declarations.NEEDED}
-    roles |= {hook.name: Role.OPTION for hook in (*declarations.OPTIONAL, *timed)}
+    roles |= {hook.name: Role.OPTION for hook in (*getattr(declarations, "OPTIONAL", ()), *_timed(adapter))}
     return [(hook, roles[hook.name]) for hook in _declared(adapter)]
 
 

@@ -19,8 +19,9 @@ _NAMES = {
     "deepspeed": ("DeepSpeed", "deepspeed", "DeepSpeed"),
     "megatron": ("megatron-core", "megatron-core", "Megatron"),
     "transformers": ("transformers", "transformers", "transformers"),
+    "torch": ("PyTorch", "torch", "torch"),
 }
-ADAPTERS = {"deepspeed": "ds_unickpt", "megatron": "megatron_unickpt"}
+ADAPTERS = {"deepspeed": "ds_unickpt", "megatron": "megatron_unickpt", "torch": "torch_unickpt"}
 
 
 @dataclass(frozen=True, slots=True)

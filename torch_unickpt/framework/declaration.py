@@ -1,29 +1,19 @@
-"""torch: tested versions, and the declarations of hooks on it."""
+"""Declares hooks on torch, with the versions, fingerprints and upstream URL of the hooked function."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
+from torch_unickpt.framework.versions import VERSIONS
 from unickpt.base.hooks import Hook
 
-FRAMEWORK = "torch"
-VERSIONS = SpecifierSet(">=2.6,<2.16")
 _SOURCE = "https://github.com/pytorch/pytorch/blob/main"
 FINGERPRINTS = {
     "torch.dcp.save": frozenset({"a90ae93e5181"}),
     "torch.dcp.load": frozenset({"816fdbbcd991"}),
     "torch.dcp.metadata": frozenset({"46c49b5800fc"}),
 }
-
-
-def version() -> str:
-    """Return the version of torch."""
-    import torch
-
-    return str(torch.__version__)
 
 
 def declared(

@@ -1,0 +1,1 @@
+"""torch: tested versions, and the declarations of hooks."""
