@@ -246,6 +246,12 @@ def _shown(layout: str) -> str:
     return " ".join([*re.findall("[a-z]+[0-9]+", found[2].upper(), re.I), *(["(MoE)"] if found[1] == "moe" else [])])
 
 
+def of_torch(switch: str = "1", options: tuple[str, ...] = ()) -> list[Trial]:
+    """Return the trials of a library on FSDP2: two ranks, one rank, four, and replicas of shards."""
+    targets = {"FSDP2 on 2": 2, "FSDP2 on 1": 1, "FSDP2 on 4": 4, "HSDP 2x2": 4}
+    return [Trial("FSDP2 on 2", target, (2, ranks), switch, options) for target, ranks in targets.items()]
+
+
 def digests(folder: Path, *, leave_out: Callable[[str], bool] = lambda _: False) -> dict[str, str]:
     """Return the digest of every file below a folder, by its name in the folder.
 
@@ -335,21 +341,23 @@ def main(
             run.ahead(chosen)
         rows = [run.row(trial) for trial in chosen]
         checked = [] if more is None or args.only else list(more(run))
-    table = _table(row for row, _ in rows)
+    cells = table(row for row, _ in rows)
     said = "\n".join(f"- {'' if passed else '**not as expected:** '}{sentence}" for sentence, passed in checked)
-    print(f"{table}\n\n{said}")
+    print(f"{cells}\n\n{said}")
     if args.page and not args.only:
-        body = "\n\n".join(filter(None, (table.strip(), said, text.strip())))
-        put(args.page, title, _section(library, title, body), HEAD)
+        body = "\n\n".join(filter(None, (cells.strip(), said, text.strip())))
+        put(args.page, title, section(library, title, body), HEAD)
     return int(not all(passed for _, passed in [*rows, *checked]))
 
 
-def _section(library: str, title: str, body: str) -> str:
+def section(library: str, title: str, body: str) -> str:
+    """Return a section of the page, with the command that makes it."""
     ran = f"`python -m evidence.libraries.{library} --page {PAGE.relative_to(REPO)}`\n\n{machine()}, CPU and gloo"
     return f"<!-- {title} -->\n## {title}\n\n{body}\n\n{ran}\n<!-- end of {title} -->\n"
 
 
-def _table(rows: Iterable[Mapping[str, str]]) -> str:
+def table(rows: Iterable[Mapping[str, str]]) -> str:
+    """Return rows, which have the same columns, as a table."""
     lines = list(rows)
     columns = list(lines[0]) if lines else []
     cells = [columns, ["---"] * len(columns), *([row[column] for column in columns] for row in lines)]

@@ -53,7 +53,7 @@ class FamilyJob(Job):
         )  # fmt: skip
 
     def _config(self, width: int) -> TransformerConfig:
-        layout, low = self.layout, self.layout.optimizer != "fp32"
+        layout, low = self.layout, self.layout.low
         dtype = torch.bfloat16 if low else torch.float32
         own = {**self.family.megatron, "activation_func": ACTIVATIONS[self.family.megatron["activation_func"]]}
         shape = {"num_layers": LAYERS, "hidden_size": width, "num_attention_heads": HEADS, "ffn_hidden_size": FFN}
@@ -83,7 +83,7 @@ class FamilyJob(Job):
             self.config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH, pre_process=first, post_process=last,
             position_embedding_type=self.family.position, share_embeddings_and_output_weights=tied,
         )  # fmt: skip
-        return Float16Module(self.config, model) if self.layout.optimizer != "fp32" else model
+        return Float16Module(self.config, model) if self.layout.low else model
 
     def rows(self) -> torch.Tensor:
         found: torch.Tensor = rows(self.step, self.batch)

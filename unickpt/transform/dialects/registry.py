@@ -49,7 +49,7 @@ def growth_of(family: str) -> Dialect:
     )
 
 
-def choose(name: str, other: str, chosen: str, family: str, *, where: str, option: str) -> Dialect:
+def choose(name: str, other: str, chosen: str, family: str, *, where: str, option: str = "", config: str = "") -> Dialect:
     """Return the dialect for reading a checkpoint.
 
     Args:
@@ -57,7 +57,8 @@ def choose(name: str, other: str, chosen: str, family: str, *, where: str, optio
         chosen: choice of the user: a model family, or the path of a dialect file; '' for none.
         family: family of the model or of the checkpoint; never used as a path.
         where: name of the checkpoint in messages.
-        option: option for the choice, in messages.
+        option: option for the choice, in messages; '' if there is none.
+        config: option for the folder of a model, in messages; '' if there is none.
 
     Raises:
         LanguageError: the family is unknown, there is no such dialect, or the file is not a dialect.
@@ -69,9 +70,11 @@ def choose(name: str, other: str, chosen: str, family: str, *, where: str, optio
         except (OSError, UnicodeDecodeError) as err:
             raise LanguageError(f"{option}: cannot read {chosen} ({err})") from err
     if not (chosen or family):
+        folder = f"{config} to the folder of a model of the same kind" if config else ""
+        own = f'{option} to a family such as "llama" or to the path of a dialect file' if option else ""
+        ways = ", or ".join(filter(None, (folder, own)))
         raise LanguageError(
-            f"{where}: needs a translation between {name} and {other}, but the model family is unknown; set {option} to a "
-            'family such as "llama", or to the path of a dialect file'
+            f"{where}: needs a translation between {name} and {other}, but the model family is unknown; set {ways}"
         )
     return dialect(name, chosen or family, other=other)
 

@@ -27,7 +27,7 @@ def under_memory_names(table: Table, model: Model) -> Table:
     if own == FILES:
         return _other_layout(table, model.family)
     if own != HUGGINGFACE:
-        return Translate(choose(own, HUGGINGFACE, "", model.family, where=table.where, option="--config")).apply(table)
+        return Translate(choose(own, HUGGINGFACE, "", model.family, where=table.where, config="--config")).apply(table)
     if not _differs(table, model.family, there=True):
         return table
     return _other_layout(replace(table, writer=replace(table.writer, dialect=FILES)), model.family)

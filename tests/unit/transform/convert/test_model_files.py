@@ -64,6 +64,18 @@ def test_an_export_takes_what_the_checkpoint_keeps(source: Path, tmp_path: Path)
     assert not exported["without_config"]
 
 
+@pytest.mark.parametrize("place", ["step/actor/dist_ckpt/huggingface", "step/actor/huggingface"])
+def test_an_export_takes_what_libraries_keep_in_a_folder_of_their_own(source: Path, tmp_path: Path, place: str) -> None:
+    checkpoint, config = tmp_path / "step/actor/dist_ckpt", tmp_path / place / "config.json"
+    (source / "config.json").unlink()
+    checkpoint.parent.mkdir(parents=True)
+    json_of("convert", str(source), str(checkpoint))
+    assert json_of("export", str(checkpoint), str(tmp_path / "without"))["without_config"]
+    config.parent.mkdir()
+    config.write_text(json.dumps(CONFIG))
+    assert json_of("export", str(checkpoint), str(tmp_path / "hf"))["copied"] == ["config.json"]
+
+
 def test_the_configuration_gets_the_new_size_of_the_vocabulary(source: Path, tmp_path: Path) -> None:
     json_of("convert", str(source), str(tmp_path / "base"))
     found = json_of("edit", str(tmp_path / "base"), str(tmp_path / "padded"), "--pad-vocabulary-to", "16")

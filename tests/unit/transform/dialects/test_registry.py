@@ -156,8 +156,12 @@ def test_megatron_deepspeed_round_trip(
 def test_an_unknown_family_is_refused() -> None:
     with pytest.raises(LanguageError, match=r"for the family 'bert'; known are .*llama"):
         dialect("megatron-core", "bert")
-    with pytest.raises(LanguageError, match="the model family is unknown"):
+    with pytest.raises(LanguageError, match=r"the model family is unknown; set --dialect to a family such as"):
         choose("megatron-core", "huggingface", "", "", where="here", option="--dialect")
+    with pytest.raises(LanguageError, match=r"unknown; set --config to the folder of a model of the same kind, or --dialect"):
+        choose("megatron-core", "huggingface", "", "", where="here", option="--dialect", config="--config")
+    with pytest.raises(LanguageError, match=r"unknown; set --config to the folder of a model of the same kind$"):
+        choose("megatron-core", "huggingface", "", "", where="here", config="--config")
     with pytest.raises(LanguageError, match="cannot read"):
         choose("megatron-core", "huggingface", "/nowhere.toml", "", where="here", option="--dialect")
     with pytest.raises(LanguageError, match=r"for the family '/nowhere.toml'"):  # what a checkpoint says is no path

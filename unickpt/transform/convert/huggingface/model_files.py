@@ -21,6 +21,7 @@ from unickpt.transform.convert.huggingface.files import CONFIG, WEIGHTS, configu
 from unickpt.transform.convert.pickles.regular_files import check_inside, copy_regular
 
 CODE = "*.py"
+_OF_LIBRARIES = "huggingface"  # where SkyRL and verl put configuration and tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,12 @@ def write_configuration(config: Mapping[str, Any], directory: Path) -> Path:
 
 
 def configured_folder(checkpoint: Path) -> Path | None:
-    """Return the folder with the configuration of a checkpoint: what it keeps, itself, or the one above as in a Trainer run."""
-    places = (checkpoint / MODEL_FOLDER, checkpoint, checkpoint.parent)
+    """Return the folder with the configuration of a checkpoint.
+
+    It is what the checkpoint keeps, itself, the one above as in a Trainer run, or ``huggingface`` in one of these.
+    """
+    above = checkpoint.parent
+    places = (checkpoint / MODEL_FOLDER, checkpoint, above, checkpoint / _OF_LIBRARIES, above / _OF_LIBRARIES)
     return next((folder for folder in places if configuration(folder).get("model_type")), None)
 
 

@@ -71,7 +71,8 @@ def as_huggingface(checkpoint: Checkpoint, *, chosen: str = "", config: Mapping[
         return checkpoint
     where = str(checkpoint.storage)
     model = Model.of_config(config or {}).with_more(Model.from_json(stored.model), where)
-    rules = choose(stored.dialect, HUGGINGFACE, chosen, model.family, where=where, option="--dialect").of_model(model.facts)
+    found = choose(stored.dialect, HUGGINGFACE, chosen, model.family, where=where, option="--dialect", config="--config")
+    rules = found.of_model(model.facts)
     sizes = rules.sizes_of(model.facts)
     given, _ = shapes_of(checkpoint)
     view = translated(checkpoint, rules.rules, counterpart_shapes(rules.rules, given, sizes, outward=True), sizes, outward=True)

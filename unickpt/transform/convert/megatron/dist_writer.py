@@ -67,7 +67,8 @@ def as_megatron(checkpoint: Checkpoint, *, chosen: str = "", config: Mapping[str
         raise MismatchError(f"{where}: has the dialect {stored.dialect or '(none)'}, expected {DIALECT} or {HUGGINGFACE}")
     checkpoint = in_memory(checkpoint)
     model = Model.of_config(config or {}).with_more(Model.from_json(stored.model), where)
-    rules = choose(DIALECT, HUGGINGFACE, chosen, model.family, where=where, option="--dialect").of_model(model.facts)
+    found = choose(DIALECT, HUGGINGFACE, chosen, model.family, where=where, option="--dialect", config="--config")
+    rules = found.of_model(model.facts)
     sizes = rules.sizes_of(model.facts)
     given, _ = shapes_of(checkpoint)
     own = {name: shape for name, shape in given.items() if name not in checkpoint.manifest.aliases}
