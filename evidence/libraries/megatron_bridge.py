@@ -22,8 +22,11 @@ TP2, PP2, DP2 = "gpt-tp2-dist", "gpt-pp2-dist", "gpt-dp2-dist"
 ASYNCHRONOUS, STRICT, CONSTANT = "async_save", "dist_ckpt_strictness=raise_all", "ckpt_assume_constant_structure"
 TEXT = """Megatron-Bridge's functions run with its own configuration, trackers and queue. The model has Megatron-core's own
 layers: TransformerEngine is a module of names. `modelopt_run_config.yaml` has addresses in memory, which are not compared. Not
-tested: 0.6.2, which needs a newer Megatron-core than these jobs have, adapters, ModelOpt's state, and checkpoints of the types
+tested: adapters, ModelOpt's state, and checkpoints of the types
 `local` and `fsdp_dtensor`, which stay its own."""
+
+
+_ENERGON = tuple(f"megatron.energon{each}" for each in ("", ".task_encoder", ".task_encoder.base", ".task_encoder.cooking"))
 
 
 def _state(job: Job, task: Task) -> Any:
@@ -32,6 +35,7 @@ def _state(job: Job, task: Task) -> Any:
     from evidence.libraries import names_of_transformer_engine
 
     names_of_transformer_engine.offer()
+    names_of_transformer_engine.offer_names(*_ENERGON)
     from megatron.bridge.models import GPTModelProvider
     from megatron.bridge.training import config
     from megatron.bridge.training.state import GlobalState, TrainState
@@ -41,6 +45,7 @@ def _state(job: Job, task: Task) -> Any:
     batches.destroy_num_microbatches_calculator()
     batches.init_num_microbatches_calculator(dist.get_rank(), None, job.batch, job.micro_batch, layout.dp)
     state = GlobalState()
+    queue = {"async_strategy": "mcore"} if "async_strategy" in config.CheckpointConfig.__dataclass_fields__ else {}  # since 0.6
     state.cfg = config.ConfigContainer(
         train=config.TrainingConfig(train_iters=100, global_batch_size=job.batch, micro_batch_size=job.micro_batch),
         model=GPTModelProvider(
@@ -52,7 +57,7 @@ def _state(job: Job, task: Task) -> Any:
         checkpoint=config.CheckpointConfig(
             save="ck", load="ck" if task.loads else None, async_save=ASYNCHRONOUS in task.options,
             dist_ckpt_strictness="raise_all" if STRICT in task.options else "assume_ok_unexpected",
-            ckpt_assume_constant_structure=CONSTANT in task.options, fully_parallel_load=True,
+            ckpt_assume_constant_structure=CONSTANT in task.options, fully_parallel_load=True, **queue,
         ),
     )  # fmt: skip
     state.train_state = TrainState(step=STEP, consumed_train_samples=SAMPLES)
@@ -94,7 +99,7 @@ def load(jobs: dict[str, Job], task: Task) -> None:
     assert found == (STEP, SAMPLES, SAMPLES), found
 
 
-def _looked_at(run: Trials) -> Iterator[tuple[str, bool]]:
+def looked_at(run: Trials) -> Iterator[tuple[str, bool]]:
     from unickpt.checkpoint.load.checkpoint import Checkpoint
 
     places = [run.saved(Trial(TP2, switch=switch))[0] for switch in (ABSENT, "", "off")]
@@ -123,4 +128,4 @@ if __name__ == "__main__":
         from evidence.libraries import megatron_job
 
         megatron_job.run_all(tasks, save, load)
-    sys.exit(trials.main("megatron_bridge", "Megatron-Bridge 0.3.1", TRIALS, TEXT, _looked_at, together=True))
+    sys.exit(trials.main("megatron_bridge", "Megatron-Bridge 0.3.1", TRIALS, TEXT, looked_at, together=True))
