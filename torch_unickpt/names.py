@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from unickpt.base.errors import UnsupportedLayoutError
@@ -54,6 +55,9 @@ def names_of(module: torch.nn.Module) -> Names:
             "the module is wrapped by FullyShardedDataParallel (FSDP1), whose parameters are flat. Use fully_shard (FSDP2), or "
             "torch.distributed.checkpoint with get_state_dict, which unickpt writes as well"
         )
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()  # after a forward alone, the root still holds whole parameters, which the optimizer does not know
     parameters: dict[str, torch.nn.Parameter] = {}
     buffers: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}

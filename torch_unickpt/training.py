@@ -37,7 +37,7 @@ from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveReque
 from unickpt.checkpoint.save.shards import Contribution
 from unickpt.checkpoint.storage.base import absolute, split
 from unickpt.transform.dialects.model_facts import Model
-from unickpt.transform.dialects.named_here import under_names_of
+from unickpt.transform.dialects.named_here import under_own_names
 from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE, TranslatedCheckpoint
 
 
@@ -327,7 +327,7 @@ def _resumed(
         def find(opened: Checkpoint) -> tuple[Checkpoint, list[tuple[Key, Value]]]:
             names = names_of(job.model)
             optimizers = Optimizers(unwrapped(job.optimizer), names)
-            found = under_names_of(opened, _facts(job.model), names.shapes, job.dialect, option="dialect=")
+            found = under_own_names(opened, _facts(job.model), names.shapes, job.dialect, option="dialect=")
             stored = _stored(found, names)
             foreign = isinstance(found, TranslatedCheckpoint) and opened.manifest.writer.dialect != HUGGINGFACE
             restored = RestoredOptimizers(optimizers, found, stored, report, fresh=how.fresh) if optimizers.optimizers else None

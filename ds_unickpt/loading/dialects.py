@@ -11,7 +11,7 @@ from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import Entry
 from unickpt.transform.convert import training_progress
 from unickpt.transform.dialects.model_facts import Model
-from unickpt.transform.dialects.named_here import under_names_of
+from unickpt.transform.dialects.named_here import under_own_names
 from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE, TranslatedCheckpoint
 
 Shapes = dict[str, tuple[int, ...]]
@@ -30,7 +30,7 @@ def as_named_here(checkpoint: Checkpoint, view: EngineView, chosen: str, wanted:
         LanguageError: there is no dialect for this model, or it does not fit.
         MismatchError: the checkpoint belongs to another model.
     """
-    named = under_names_of(
+    named = under_own_names(
         checkpoint, Model.of_module(view.engine.module), wanted or wanted_here(view), chosen,
         option='"unickpt": {"load_dialect": ...}',
     )  # fmt: skip

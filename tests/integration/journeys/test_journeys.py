@@ -20,7 +20,11 @@ from tests.support.rounding import assert_continues
 
 ZERO1, ZERO3 = Station("deepspeed", "zero1", 2), Station("deepspeed", "zero3", 2)
 JOURNEYS = [
-    ("llama", "fp32", [ZERO3, Station("megatron", "gpt-tp2pp2-fp32", 4), ZERO1]),
+    (
+        "llama",
+        "fp32",
+        [ZERO3, Station("torch", "1x2", 2), Station("megatron", "gpt-tp2pp2-fp32", 4), Station("torch", "2x2", 4), ZERO1],
+    ),
 ]
 if FULL:  # ``tests/integration/megatron/test_export.py`` has its experts too
     JOURNEYS.append(("qwen3_moe", "fp32", [ZERO1, Station("megatron", "moe-ep2dp2-fp32", 2)]))

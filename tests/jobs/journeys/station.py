@@ -1,6 +1,6 @@
 """Under torchrun: one station of a journey between frameworks. It loads, saves the loaded state, trains, and saves again.
 
-station deepspeed|pipeline|megatron LAYOUT FAMILY PRECISION SOURCE OUT STEPS FIRST_STEP
+station deepspeed|pipeline|megatron|torch LAYOUT FAMILY PRECISION SOURCE OUT STEPS FIRST_STEP
 
 ``SOURCE`` is a checkpoint (``-``: begin with random weights). ``OUT/loaded`` and ``OUT/trained`` are checkpoints,
 ``OUT/station.json`` has counters (of the schedule: its samples), the learning rate, losses, the logits of fixed tokens before
@@ -116,7 +116,71 @@ def pipeline_station(
     return pipeline_job.station(layout, source, out, steps, first, seed=seed, rate=LR, schedule=linear, bf16=bf16)
 
 
+def torch_station(layout: str, family: str, precision: str, source: str, out: Path, steps: int, first: int) -> dict[str, Any]:
+    """``layout``: the sizes of a mesh of replicas and shards, such as ``1x2``."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    import unickpt
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = huggingface_model(family, SEED + (source != "-"))
+    if precision == "bf16":
+        model = model.to(torch.bfloat16)
+    mesh = init_device_mesh("cpu", tuple(map(int, layout.split("x"))), mesh_dim_names=("replica", "shard"))
+    for layer in model.get_decoder().layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    schedule = linear(optimizer)
+    found: dict[str, Any] = {"report": [], "counters": {"steps": 0, "samples": 0, "schedule": 0}}
+    if source != "-":
+        trained = Checkpoint.open(source).manifest.optimizer is not None  # otherwise it is a transformers model
+        with_it = (optimizer, schedule) if trained else (None, None)
+        start = unickpt.load_training(model, with_it[0], source, scheduler=with_it[1], dialect=family)
+        counters = {"steps": start.step, "samples": start.samples, "schedule": schedule.last_epoch * BATCH}
+        found = {"report": start.report.lines(), "counters": counters}
+    found["rate"] = optimizer.param_groups[0]["lr"]
+
+    def logits() -> Any:
+        model.eval()
+        with torch.no_grad():
+            made = model(rows(0)[:, :-1]).logits.float()
+        model.train()
+        return made.tolist()
+
+    def save(name: str, done: int) -> None:
+        unickpt.save_training(model, optimizer, out / name, step=done, samples=done * BATCH, scheduler=schedule)
+
+    found["logits"] = logits()
+    save("loaded", first)
+    losses = []
+    for step in range(first, first + steps):
+        batch = rows(step)[rank * BATCH // world : (rank + 1) * BATCH // world]
+        scores = model(batch[:, :-1]).logits.float()
+        loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / world)
+    save("trained", first + steps)
+    return {**found, "losses": losses, "logits_after": logits()}
+
+
 def before_forks(arguments: list[str]) -> None:
+    if arguments[0] == "torch":
+        import transformers.models.auto.modeling_auto
+        import torch_unickpt.training  # noqa: F401
+
+        return
     import_framework(arguments[0].replace("pipeline", "deepspeed"))
     if arguments[0] == "pipeline":
         from tests.jobs.journeys import pipeline_job  # noqa: F401
@@ -131,7 +195,10 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    run = {"deepspeed": deepspeed_station, "pipeline": pipeline_station, "megatron": megatron_station}[kind]
+    stations = {
+        "deepspeed": deepspeed_station, "pipeline": pipeline_station, "megatron": megatron_station, "torch": torch_station,
+    }  # fmt: skip
+    run = stations[kind]
     found = run(layout, family, precision, source, Path(out), int(steps), int(first))
     import torch.distributed as dist
 

@@ -13,7 +13,7 @@ from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE, transl
 Shapes = Mapping[str, Sequence[int]]
 
 
-def under_names_of(checkpoint: Checkpoint, model: Model, wanted: Shapes, chosen: str, *, option: str) -> Checkpoint:
+def under_own_names(checkpoint: Checkpoint, model: Model, wanted: Shapes, chosen: str, *, option: str) -> Checkpoint:
     """Return the checkpoint under the names of this job's model; the same checkpoint if it has them.
 
     Args:
