@@ -35,6 +35,7 @@ from unickpt.checkpoint.load.resume import Offer, Together, resume
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveRequest, SaveResult
 from unickpt.checkpoint.save.shards import Contribution
+from unickpt.checkpoint.state.filling import state_for
 from unickpt.checkpoint.storage.base import absolute, split
 from unickpt.transform.dialects.model_facts import Model
 from unickpt.transform.dialects.named_here import under_own_names
@@ -341,7 +342,9 @@ def _resumed(
             meta = [name for name, tensor in tensors.items() if tensor.is_meta]
             if meta:
                 raise ConfigError(f"{some(meta)}: on the meta device. Call model.to_empty(device=...) before the load")
-            wanted: list[tuple[Key, Value]] = [((stored[name], "weight"), tensor) for name, tensor in tensors.items()]
+            wanted: list[tuple[Key, Value]] = [
+                ((stored[name], state_for(found, stored[name], tensor.dtype)), tensor) for name, tensor in tensors.items()
+            ]
             return found, [*wanted, *([] if restored is None else restored.requests(ranks))]
 
         with torch.no_grad():

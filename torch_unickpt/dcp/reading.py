@@ -26,7 +26,7 @@ from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
 from unickpt.checkpoint.load.resume import AgreedFailureError
-from unickpt.checkpoint.state.filling import WEIGHT, Filling
+from unickpt.checkpoint.state.filling import WEIGHT, Filling, state_for
 from unickpt.checkpoint.state.optimizer_record import formed
 
 # States that every optimizer of torch begins with zeros, or at step 0
@@ -55,6 +55,9 @@ class Contained:
             name, state = tree.name_of(key)
             name = self.stored.checkpoint.manifest.aliases.get(name, name)
             if self.stored.checkpoint.serving(name, state) is not None:
+                like = self._template.get(key)
+                if state == WEIGHT and isinstance(like, torch.Tensor):
+                    state = state_for(self.stored.checkpoint, name, like.dtype)
                 return name, state
         return None
 

@@ -15,6 +15,7 @@ from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.format.dtypes import name_of, torch_dtype
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.objects import Decoded
+from unickpt.checkpoint.load.checkpoint import TWINS
 from unickpt.checkpoint.state.filling import MASTER, WEIGHT, Filling, lost_parameters, mask_of, union_of, unrequested
 
 
@@ -108,7 +109,11 @@ class Wanted:
     def account(self, decoded: Decoded) -> None:
         """Report the tensors that no rank requests, and the objects. Tensors that only other ranks request are not listed."""
         report, checkpoint = self.filling.report, self.filling.checkpoint
+        requested = {info.key for info in self.infos}
         for info in self.unread:
+            twin = checkpoint.info(info.name, TWINS.get(info.state, ""))
+            if twin is not None and twin.key in requested and (info.derived_from == twin.state or info.dtype == twin.dtype):
+                continue  # nothing of it is lost
             report.add(info.name, info.state, "left out", "no rank requested it")
         for name in checkpoint.manifest.objects:
             report.add(name, "object", "restored")

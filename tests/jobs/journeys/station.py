@@ -165,6 +165,7 @@ def torch_station(layout: str, family: str, precision: str, source: str, out: Pa
         scores = model(batch[:, :-1]).logits.float()
         loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # as DeepSpeed and Megatron do by default
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

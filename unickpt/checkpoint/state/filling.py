@@ -110,6 +110,14 @@ class Filling:
             self.report.add(name, state, "cast", f"{stored.dtype} {stored.state} to {dtype} {state}")
 
 
+def state_for(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> str:
+    """Return the state that serves a weight of a dtype best: the master, if the weight has been rounded to another one."""
+    weight, master = checkpoint.info(name, WEIGHT), checkpoint.info(name, MASTER)
+    if weight is None or master is None:
+        return WEIGHT
+    return MASTER if torch_dtype(master.dtype) == dtype != torch_dtype(weight.dtype) else WEIGHT
+
+
 def shapes_of_all(own: Mapping[str, tuple[int, ...]], exchange: MessageExchange) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that any rank has, by name. Every rank calls this."""
     message = {name: list(shape) for name, shape in own.items()}
