@@ -19,7 +19,7 @@ from unickpt import __version__
 from unickpt.api.dtensors import is_dtensor
 from unickpt.api.group import Group, exchange_of
 from unickpt.api.holders import Holders, agreed_holders, mesh_digests
-from unickpt.api.loading import HowToLoad, load
+from unickpt.api.loading import Found, HowToLoad, load
 from unickpt.api.state import Key, Value
 from unickpt.base.errors import ConfigError, NotACheckpointError, SaveFailedError
 from unickpt.base.launcher_watch import end_with_launcher
@@ -325,7 +325,7 @@ def _resumed(
         report = LoadReport()
         steps: list[Any] = []
 
-        def find(opened: Checkpoint) -> tuple[Checkpoint, list[tuple[Key, Value]]]:
+        def find(opened: Checkpoint) -> Found:
             names = names_of(job.model)
             optimizers = Optimizers(unwrapped(job.optimizer), names)
             found = under_own_names(opened, _facts(job.model), names.shapes, job.dialect, option="dialect=")
@@ -345,7 +345,7 @@ def _resumed(
             wanted: list[tuple[Key, Value]] = [
                 ((stored[name], state_for(found, stored[name], tensor.dtype)), tensor) for name, tensor in tensors.items()
             ]
-            return found, [*wanted, *([] if restored is None else restored.requests(ranks))]
+            return Found(found, [*wanted, *([] if restored is None else restored.requests(ranks))], names.aliases)
 
         with torch.no_grad():
             loaded = load(exchange, offer.directory, find, ranks, how, skipped, report=report)

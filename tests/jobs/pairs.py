@@ -1,6 +1,6 @@
 """Pairs of a source and a target layout: each source is saved, loaded into its targets, and trained further.
 
-A worker does that in a folder: ``tests/jobs/deepspeed/pairs_worker.py`` or ``tests/jobs/megatron/pairs_worker.py``. It reads
+A worker does that in a folder: ``pairs_worker.py`` of ``tests/jobs/deepspeed``, ``megatron`` or ``torch``. It reads
 ``pairs.json``. Of each source it writes ``SOURCE.json``, an object with ``losses``. In the files ``results-*.json`` it writes
 lists of objects, of each pair one: ``source``, ``target``, ``problems`` (differences after the load) and ``losses`` (after it).
 """

@@ -18,7 +18,7 @@ from torch_unickpt.dcp.contents import Stored
 from torch_unickpt.dcp.saving import TIMEOUT_S, Bytes, tensor_metadata
 from torch_unickpt.dcp.tree import Tree
 from unickpt.api.group import Group, exchange_of
-from unickpt.api.loading import HowToLoad, load
+from unickpt.api.loading import Found, HowToLoad, load
 from unickpt.api.state import Key, LocalShard, Value
 from unickpt.base.errors import MismatchError
 from unickpt.base.logs import make_visible
@@ -69,16 +69,18 @@ class Contained:
             if tree is None:
                 continue
             found: Mapping[str, Any] = {}
-            name = part = ""
+            part, setting = "", tree.setting_of(key)
             if tree.is_state(key):
                 name, part = tree.name_of(key)
                 found = self.stored.scalars.get(name, {})
-            elif (setting := tree.setting_of(key)) is not None:
-                name, part = setting
-                found = self.stored.settings.get(self._named(tree, name), {})
+            elif setting is not None:
+                part = setting[1]
+                found = self.stored.settings.get(self._named(tree, setting[0]), {})
             if part in found:
                 value = found[part]
                 return True, value.clone() if isinstance(value, torch.Tensor) else value
+            if tree is self._wanted and found and setting is not None and key in self._template:
+                return True, self._template[key]  # another framework has no such setting: this job keeps its own
         return False, None
 
     def _named(self, tree: Tree, name: str) -> str:
@@ -210,7 +212,7 @@ def load_into(
     exchange = exchange_of(group, timeout_s=TIMEOUT_S, purpose="dcp-load", alone=alone)
     later: list[tuple[ReadItem, Any]] = []
 
-    def find(opened: Checkpoint) -> tuple[Checkpoint, list[tuple[Key, Value]]]:
+    def find(opened: Checkpoint) -> Found:
         flat = getattr(own, "flatten_state_dict", True)
         template = flatten_state_dict(state_dict)[0] if flat else state_dict
         contained = Contained(Stored.of(opened, allow_pickle=allow_pickle), template)
@@ -220,7 +222,7 @@ def load_into(
         except (RuntimeError, ValueError) as err:  # a key or a shape that the checkpoint does not have
             raise MismatchError(f"{opened.storage}: {err}") from err
         later[:] = after
-        return opened, wanted
+        return Found(opened, wanted)
 
     try:
         loaded = load(exchange, str(directory), find, ranks, HowToLoad(allow_pickle=allow_pickle))

@@ -16,10 +16,25 @@ from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
 from unickpt.checkpoint.load.resume import Together
-from unickpt.checkpoint.state.filling import Filling
+from unickpt.checkpoint.state.filling import WEIGHT, Filling
 
-# of an opened checkpoint: the checkpoint under the names of this job, and what this rank fills from it
-Find: TypeAlias = Callable[[Checkpoint], tuple[Checkpoint, Iterable[tuple[Key, Value]]]]
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a rank loads from an opened checkpoint.
+
+    Attributes:
+        checkpoint: under the names of this job.
+        items: what this rank fills.
+        tied: further names of tensors among these. They are not lost if no rank requests them.
+    """
+
+    checkpoint: Checkpoint
+    items: Iterable[tuple[Key, Value]]
+    tied: Iterable[str] = ()
+
+
+Find: TypeAlias = Callable[[Checkpoint], Found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +84,7 @@ def load(
     Args:
         exchange: of this load.
         directory: of the checkpoint.
-        find: see ``Find``. It reads no data of tensors and does not communicate.
+        find: returns what this rank loads. It reads no data of tensors and does not communicate.
         group: the ranks.
         how: arguments of the load.
         skipped: newer checkpoints that were damaged, for the report.
@@ -85,8 +100,10 @@ def load(
     report.target = f"{how.what} on {exchange.world} {'rank' if exchange.world == 1 else 'ranks'}"
 
     def opened() -> Wanted:
-        checkpoint, items = find(Checkpoint.open(directory))
-        return Wanted.of(Filling(checkpoint, report), items, group, fresh=how.fresh)
+        found = find(Checkpoint.open(directory))
+        wanted = Wanted.of(Filling(found.checkpoint, report), found.items, group, fresh=how.fresh)
+        wanted.infos += [info for name in found.tied if (info := found.checkpoint.info(name, WEIGHT)) is not None]
+        return wanted
 
     wanted = together.step("open", opened)
     filling, checkpoint = wanted.filling, wanted.filling.checkpoint

@@ -14,7 +14,7 @@ from unickpt import __version__
 from unickpt.api.dtensors import is_dtensor
 from unickpt.api.group import Group, exchange_of
 from unickpt.api.holders import agreed_holders, mesh_digests
-from unickpt.api.loading import HowToLoad, Loaded, load
+from unickpt.api.loading import Found, HowToLoad, Loaded, load
 from unickpt.api.state import Key, Models, Value, describe, fingerprint_of_replicated
 from unickpt.base.errors import ConfigError, NotACheckpointError, SaveFailedError
 from unickpt.base.launcher_watch import end_with_launcher
@@ -196,7 +196,7 @@ def load_checkpoint(
 
     def attempt(offer: Offer, skipped: tuple[str, ...]) -> Loaded:
         how = HowToLoad(strict=strict, fresh=missing_state == "fresh", verify=verify, allow_pickle=allow_pickle)
-        loaded = load(exchange, offer.directory, lambda found: (found, state.items()), Group.of(group), how, skipped)
+        loaded = load(exchange, offer.directory, lambda found: Found(found, state.items()), Group.of(group), how, skipped)
         owner = _MODELS.of(state)
         if owner is not None:
             _MODELS.owners.adopt(owner, Origin.of(loaded.checkpoint.manifest))

@@ -58,6 +58,16 @@ class Layout:
         return found
 
     @property
+    def dtype(self) -> str:
+        """What a measure of rounding tells apart."""
+        return self.precision
+
+    @property
+    def trajectory(self) -> str:
+        """Losses of layouts of one trajectory differ by rounding alone."""
+        return self.family
+
+    @property
     def family(self) -> str:
         """Optimizers of one family load each other's states."""
         return "adamw" if self.optimizer == "fused" else self.optimizer
