@@ -1,9 +1,9 @@
 """Interpreters that have imported what the jobs of a package need, and fork these jobs.
 
 The imports of a framework take most of the time of a short job. Under ``shared_interpreters``, ``fork_ranks`` takes an
-interpreter that has imported the module of the job, with all that it imports. The first job of a package waits for the imports.
-Later jobs import what is new. Imports depend on the environment and the folder: a job that differs in one of them, or whose
-module is in another package, gets another interpreter. Needs Linux.
+interpreter that has imported the module of the job, with all that it imports. The first job of a framework waits for the
+imports. Later jobs import what is new. Imports depend on the environment and the folder: a job that differs in one of them, or
+whose module is of another framework, gets another interpreter. A module of no framework shares with its package. Needs Linux.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -22,14 +23,42 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-_OF_A_TEST = "PYTEST_CURRENT_TEST"  # differs between jobs, and no import reads it
+from tests.support import framework_imports
+
+# What differs between jobs, and no import reads.
+_READ_LATER = re.compile(
+    "PYTEST_CURRENT_TEST|UNICKPT_ROUND|UNICKPT_TEST_URL|BREAK_SAVE|GLOO_SOCKET_IFNAME|TORCH_FR_BUFFER_SIZE|XDG_CACHE_HOME|AWS_.*"
+)
+_FRAMEWORKS = {  # of packages of jobs
+    "tests.jobs.compression": "deepspeed",
+    "tests.jobs.deepspeed": "deepspeed",
+    "tests.jobs.hf": "deepspeed",
+    "tests.jobs.megatron": "megatron",
+}
 _MOST = 3
 _REQUEST_BYTES = 1 << 20
 _IMPORT_S = 300.0
 
 _current: ContextVar[_Servers | None] = ContextVar("unickpt_fork_servers", default=None)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Ranks that run a module.
+
+    Attributes:
+        world: number of ranks.
+        module, arguments: their program.
+        framework: ``deepspeed`` or ``megatron``, if the arguments and not the package of the module say which the job imports.
+    """
+
+    world: int
+    module: str
+    arguments: tuple[str, ...]
+    framework: str = ""
 
 
 class ForkedJob:
@@ -40,10 +69,10 @@ class ForkedJob:
         returncode: its exit status, negative for a signal; None before ``communicate`` or ``poll`` saw its end.
     """
 
-    def __init__(self, module: str, messages: socket.socket, output: int) -> None:
+    def __init__(self, module: str, messages: socket.socket, output: int | None) -> None:
         self._module, self._messages, self._output = module, messages, output
         self.returncode: int | None = None
-        self._said = b""
+        self._said, self._closed = b"", False
         messages.settimeout(_IMPORT_S)
         self.pid = int(messages.recv(32) or 0)  # after the imports
         if not self.pid:
@@ -60,21 +89,29 @@ class ForkedJob:
                 self.returncode = -signal.SIGKILL  # it ended without a word
         return self.returncode
 
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status when the job has ended."""
+        self.communicate(timeout)
+        assert self.returncode is not None
+        return self.returncode
+
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        """Return the output of all ranks when the job has ended and nobody holds the pipe any more.
+        """Return the output of all ranks when the job has ended and nobody holds the pipe any more. '' if it is a file.
 
         Raises:
             subprocess.TimeoutExpired: that takes more than ``timeout`` seconds. It has the output so far.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        waiting = [self._output, self._process]
+        if self._closed:
+            return self._said.decode(errors="replace"), None
+        waiting = [self._process] if self._output is None else [self._output, self._process]
         while waiting:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready = select.select(waiting, [], [], left)[0]
             if not ready:
                 assert timeout is not None
                 raise subprocess.TimeoutExpired(self._module, timeout, output=self._said)
-            if self._output in ready:
+            if self._output is not None and self._output in ready:
                 data = os.read(self._output, 1 << 16)
                 self._said += data
                 if not data:
@@ -94,8 +131,10 @@ class ForkedJob:
         """Close what belongs to an ended job."""
         for each in (self._output, self._process):
             with contextlib.suppress(OSError):
-                os.close(each)
+                if each is not None:
+                    os.close(each)
         self._messages.close()
+        self._closed = True
 
 
 class _Servers:
@@ -104,30 +143,33 @@ class _Servers:
     def __init__(self) -> None:
         self._sockets: OrderedDict[object, tuple[subprocess.Popen[bytes], socket.socket]] = OrderedDict()
 
-    def start(self, world: int, module: str, arguments: list[str], folder: str, env: Mapping[str, str]) -> ForkedJob:
-        """Start a job.
+    def start(self, job: Job, folder: str, env: Mapping[str, str], output: int | None) -> ForkedJob:
+        """Start a job, with a pipe for its output or into an open file.
 
         Raises:
             OSError: the interpreter has ended, or its imports take more than five minutes. The next job gets another one.
         """
-        kept = tuple(sorted(item for item in env.items() if item[0] != _OF_A_TEST))
-        key = (folder, module.rpartition(".")[0] or module, kept)
+        kept = tuple(sorted(item for item in env.items() if not _READ_LATER.fullmatch(item[0])))
+        package = job.module.rpartition(".")[0] or job.module
+        framework = job.framework or _FRAMEWORKS.get(package, "")
+        key = (folder, framework or package, kept)
         if key not in self._sockets:
             self._sockets[key] = _start_server(folder, env)
         self._sockets.move_to_end(key)
         while len(self._sockets) > _MOST:
             _end_server(*self._sockets.popitem(last=False)[1])
-        reading, writing = os.pipe()
+        reading, writing = os.pipe() if output is None else (None, os.dup(output))
         ours, theirs = _pair()
         try:
-            request = {"world": world, "module": module, "arguments": arguments, "env": dict(env)}
+            request = {**asdict(job), "framework": framework, "env": dict(env)}
             socket.send_fds(self._sockets[key][1], [json.dumps(request).encode()], [writing, theirs.fileno()])
             os.close(writing)
             theirs.close()
-            return ForkedJob(module, ours, reading)
+            return ForkedJob(job.module, ours, reading)
         except OSError:
             _end_server(*self._sockets.pop(key))
-            os.close(reading)
+            if reading is not None:
+                os.close(reading)
             ours.close()
             raise
 
@@ -150,10 +192,10 @@ def shared_interpreters() -> Iterator[None]:
         servers.close()
 
 
-def start_shared(world: int, module: str, arguments: list[str], folder: str, env: Mapping[str, str]) -> ForkedJob | None:
+def start_shared(job: Job, folder: str, env: Mapping[str, str], output: int | None = None) -> ForkedJob | None:
     """Start a job in a shared interpreter. Returns None outside ``shared_interpreters``."""
     servers = _current.get()
-    return None if servers is None else servers.start(world, module, arguments, folder, env)
+    return None if servers is None else servers.start(job, folder, env, output)
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
@@ -193,7 +235,7 @@ def main() -> None:
             return
         request = json.loads(data)
         with contextlib.suppress(Exception, SystemExit):  # the job fails in the same way, and says so
-            importlib.import_module(request["module"])
+            _import(request["framework"], request["module"], request["arguments"])
         job = os.fork()
         if job == 0:
             requests.close()
@@ -203,6 +245,15 @@ def main() -> None:
             os.close(each)
         # Reaped one by one. Without SIGCHLD nobody would have to, but programs that imports start would not see their ends.
         jobs -= {each for each in jobs if os.waitpid(each, os.WNOHANG)[0]}
+
+
+def _import(framework: str, module: str, arguments: list[str]) -> None:
+    """Import what a job needs, and what its arguments say if all jobs of this interpreter are of one framework."""
+    if framework:
+        framework_imports.import_framework(framework)
+    found = importlib.import_module(module)
+    if framework and hasattr(found, "before_forks"):
+        found.before_forks(arguments)
 
 
 def _run_job(request: dict[str, Any], output: int, messages: int) -> NoReturn:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from tests.support.fork_server import start_shared
+from tests.support.fork_server import ForkedJob, Job, start_shared
 from unickpt.testing.launch import environment, finish, started
 
 
@@ -17,12 +17,15 @@ def start_forked(
     world: int,
     module: str,
     *arguments: str,
-    output: int | IO[str],
+    output: IO[str],
     folder: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
-) -> subprocess.Popen[str]:
+    framework: str = "",
+) -> ForkedJob | subprocess.Popen[str]:
     """Start a job as ``start`` does, with ranks that are forked after the imports of a module; see ``fork_ranks``."""
-    return started(_forked(world, module, arguments), output, folder, env)
+    where, whole = str(Path(folder or ".").resolve()), environment(folder, **(env or {}))
+    job = Job(world, module, arguments, framework)
+    return start_shared(job, where, whole, output.fileno()) or started(_forked(world, module, arguments), output, folder, env)
 
 
 def _forked(world: int, module: str, arguments: Sequence[str]) -> list[str]:
@@ -37,15 +40,17 @@ def fork_ranks(
     folder: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
     check: bool = True,
+    framework: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Run a module on several ranks as ``torchrun`` does, with ranks that are forked after its imports.
 
     Saves the time of ``world`` imports (``tests.support.forked_ranks``). The module must not start threads or read its rank
     when it is imported. Its function ``before_forks(arguments)``, if there is one, makes further imports. Under
-    ``fork_server.shared_interpreters``, jobs of one package also share their imports. Arguments, result and errors are those of
-    ``torchrun``.
+    ``fork_server.shared_interpreters``, jobs of one framework also share their imports (``Job.framework``). Other arguments,
+    result and errors are those of ``torchrun``.
     """
     where, whole = str(Path(folder or ".").resolve()), environment(folder, **(env or {}))
     program = _forked(world, module, arguments)
-    process = start_shared(world, module, [*arguments], where, whole) or started(program, subprocess.PIPE, folder, env)
+    job = Job(world, module, arguments, framework)
+    process = start_shared(job, where, whole) or started(program, subprocess.PIPE, folder, env)
     return finish(process, program, module, timeout_s, check)

@@ -203,7 +203,7 @@ class Relay:
             self._reading += 1
             self.most = max(self.most, self._reading)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self.most >= 2, timeout=10)
+            self._changed.wait_for(lambda: self.most >= 2, timeout=3)
             self._reading -= 1
 
     def _asked(self, handler: BaseHTTPRequestHandler, body: bytes) -> tuple[int, dict[str, str], bytes]:

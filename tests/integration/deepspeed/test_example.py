@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import unickpt
+from tests.support.forked_jobs import fork_ranks
 from tests.support.repository import REPO
-from unickpt.testing.launch import torchrun
 
 BATCH = 12  # of the first start: 2 samples, accumulated 3 times, on 2 ranks
 
@@ -15,7 +15,7 @@ BATCH = 12  # of the first start: 2 samples, accumulated 3 times, on 2 ranks
 def test_the_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     seen: dict[int, list[int]] = {}
     for ranks, steps in ((2, 3), (3, 8)):
-        output = torchrun(ranks, "examples.deepspeed_resume", str(tmp_path), str(steps)).stdout
+        output = fork_ranks(ranks, "examples.deepspeed_resume", str(tmp_path), str(steps), framework="deepspeed").stdout
         for step, samples in re.findall(r"step (\d+) samples \[([\d, ]+)\]", output):
             seen.setdefault(int(step), []).extend(map(int, samples.split(", ")))
     order = unickpt.GlobalOrderSampler(64, rank=0, ranks=1, per_device=1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.jobs.deepspeed.zero_names import layouts
+from tests.support.extent import some
 from tests.support.forked_jobs import fork_ranks
 from tests.support.rounding import assert_continues
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -19,11 +20,11 @@ from unickpt.cli.main import main
 WORLD = 3  # divides no dimension of the model
 WORKER = "tests.jobs.deepspeed.native_worker"
 LOADS = (("z3w3bf16", "1-bf16"), ("z1w3fp32", "3-fp32"))
-JOBS = (
-    ("pipe", 4, "stage=1", "bf16=1"), ("pipe", 2, "stage=1"), ("pipe", 2, "stage=0", "bf16=1"),
-    ("moe", 4, "stage=1"), ("moe", 4, "stage=2", "bf16=1"), ("moe", 2, "stage=0"),
-    ("pipe", 4, "stage=1", "bf16=1", "slices=2"), ("tensor", 4, "stage=1", "bf16=1"), ("tensor", 2, "stage=0"),
-)  # fmt: skip
+JOBS = some((
+    ("pipe", 2, "stage=0", "bf16=1"), ("moe", 4, "stage=2", "bf16=1"), ("moe", 2, "stage=0"),
+    ("pipe", 4, "stage=1", "bf16=1", "slices=2"), ("tensor", 4, "stage=1", "bf16=1"),
+    ("pipe", 4, "stage=1", "bf16=1"), ("pipe", 2, "stage=1"), ("moe", 4, "stage=1"), ("tensor", 2, "stage=0"),
+), 5)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

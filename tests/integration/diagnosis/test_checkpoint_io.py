@@ -6,17 +6,18 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.support.forked_jobs import fork_ranks
 from unickpt.cli.main import main
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.reports.checkpoint_io import checkpoint_io
 from unickpt.diagnosis.reports.job_records import gather_records
-from unickpt.testing.launch import torchrun
 
 
 def test_the_rank_that_writes_slowly_is_named(tmp_path: Path) -> None:
     """Two ranks: a save at step 2, a load, and a save at step 4 behind training. Rank 1 may write 0.2 MB/s."""
     rings, folder = tmp_path / "rings", tmp_path / "checkpoints"
-    torchrun(2, "tests.jobs.diagnosis.checkpoint_io_worker", str(rings), str(folder), env={"GLOO_SOCKET_IFNAME": "lo"})
+    env = {"GLOO_SOCKET_IFNAME": "lo"}
+    fork_ranks(2, "tests.jobs.diagnosis.checkpoint_io_worker", str(rings), str(folder), env=env, framework="deepspeed")
     found = checkpoint_io(gather_records([read_folder(rings)]))
     assert (found.ranks.tolist(), found.steps.tolist()) == ([0, 1], [2, 4])
     files = [

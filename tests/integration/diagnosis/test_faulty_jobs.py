@@ -80,7 +80,7 @@ def job(tmp_path: Path) -> Any:
         with (tmp_path / "output").open("w") as output:
             process = start_forked(
                 WORLD, "tests.jobs.diagnosis.training_worker", str(tmp_path), str(stage), fault, str(rank),
-                str(step), output=output, folder=REPO, env={"GLOO_SOCKET_IFNAME": "lo"},
+                str(step), output=output, folder=REPO, env={"GLOO_SOCKET_IFNAME": "lo"}, framework="deepspeed",
             )  # fmt: skip
         started.append(process)
         return tmp_path, process
@@ -233,7 +233,7 @@ def test_training_continues_without_its_agent_and_next_to_invalid_rings(job: Cal
 def test_a_sound_job_has_steps_and_phases_and_no_verdict(tmp_path: Path, stage: int) -> None:
     fork_ranks(
         2, "tests.jobs.diagnosis.training_worker", str(tmp_path), str(stage), "none", "0", "6",
-        env={"GLOO_SOCKET_IFNAME": "lo"},
+        env={"GLOO_SOCKET_IFNAME": "lo"}, framework="deepspeed",
     )  # fmt: skip
     assert diagnosed(tmp_path)["verdicts"] == []
     found = read_folder(tmp_path)

@@ -27,11 +27,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> ResumedRun:
     """ZeRO-2 on 2 processes, and from its step 3 ZeRO-3 on 1 process."""
     work = tmp_path_factory.mktemp("accelerate")
     source, target = work / "zero2x2", work / "zero3x1"
-    run("train_accelerate", 2, source, accelerate_json("hf_zero2_auto"), *COMMON, launcher=True)
+    run("train_accelerate", 2, source, accelerate_json("hf_zero2_auto"), *COMMON)
     resume = ("--resume", str(source / f"step-{SAVED}"))
-    run("train_accelerate", 1, target, accelerate_json("hf_zero3_auto"), *COMMON, *resume, launcher=True)
+    run("train_accelerate", 1, target, accelerate_json("hf_zero3_auto"), *COMMON, *resume)
     unsaved = ("--max_steps", str(STEPS), "--save_steps", "99")
-    run("train_accelerate", 1, work / "zero2x1", accelerate_json("hf_zero2_auto"), *unsaved, launcher=True)
+    run("train_accelerate", 1, work / "zero2x1", accelerate_json("hf_zero2_auto"), *unsaved)
     return ResumedRun(source, target, SAVED, work / "zero2x1")
 
 

@@ -25,9 +25,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> ResumedRun:
     """ZeRO-2 on 2 processes, and from its step 3 ZeRO-3 on 1 process."""
     work = tmp_path_factory.mktemp("lightning")
     source, target = work / "zero2x2", work / "zero3x1"
-    run("train_lightning", 2, source, config(2), *COMMON, launcher=True)
-    run("train_lightning", 1, target, config(3), *COMMON, "--resume", str(source / f"step={SAVED}.ckpt"), launcher=True)
-    run("train_lightning", 1, work / "zero2x1", config(2), "--max_steps", str(STEPS), "--save_steps", "99", launcher=True)
+    run("train_lightning", 2, source, config(2), *COMMON)
+    run("train_lightning", 1, target, config(3), *COMMON, "--resume", str(source / f"step={SAVED}.ckpt"))
+    run("train_lightning", 1, work / "zero2x1", config(2), "--max_steps", str(STEPS), "--save_steps", "99")
     return ResumedRun(source, target, SAVED, work / "zero2x1")
 
 
@@ -57,7 +57,7 @@ def test_a_failed_save_ends_training_before_lightning_deletes_the_previous_check
 ) -> None:
     """ModelCheckpoint with ``save_top_k=1`` deletes the last checkpoint when a save returns, whatever the result."""
     monkeypatch.setenv("BREAK_SAVE", f"full:step={STEPS}.ckpt")
-    process = run("train_lightning", 1, tmp_path, config(2), *COMMON, "--keep", "1", check=False, launcher=True)
+    process = run("train_lightning", 1, tmp_path, config(2), *COMMON, "--keep", "1", check=False)
     assert process.returncode != 0
     assert "would now delete the last one" in process.stdout, process.stdout[-3000:]
     assert (tmp_path / f"step={SAVED}.ckpt" / "checkpoint" / "manifest.json").is_file()

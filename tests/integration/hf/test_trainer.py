@@ -310,9 +310,7 @@ def test_a_save_that_does_not_end_leaves_no_complete_checkpoint_and_keeps_the_pr
     folder = work / how
     monkeypatch.setenv("BREAK_SAVE", f"{how}:checkpoint-{2 * SAVED}")
     limit = ("--save_total_limit", "1")
-    process = run(
-        "train_trainer", 1, folder, shipped("hf_zero2_auto"), *COMMON, *limit, record=False, check=False, launcher=True
-    )
+    process = run("train_trainer", 1, folder, shipped("hf_zero2_auto"), *COMMON, *limit, record=False, check=False)
     assert process.returncode != 0
     assert (f"checkpoint-{2 * SAVED}/global_step{2 * SAVED} is not saved" in process.stdout) or how == "kill", process.stdout[
         -3000:

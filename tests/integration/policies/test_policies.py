@@ -14,4 +14,4 @@ from tests.support.forked_jobs import fork_ranks
 )
 def test_a_framework_decides_as_the_others(job: str, framework: str, tmp_path: Path) -> None:
     pytest.importorskip(framework)
-    fork_ranks(1, f"tests.jobs.policies.{job}", str(tmp_path))
+    fork_ranks(1, f"tests.jobs.policies.{job}", str(tmp_path), framework=framework.partition(".")[0].replace("torch", ""))

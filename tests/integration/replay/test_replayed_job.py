@@ -20,7 +20,7 @@ def test_the_slow_rank_has_the_price_and_the_sound_step_is_predicted(
     rings = tmp_path / "rings"
     fork_ranks(
         2, "tests.jobs.replay.timed_job", "deepspeed", "zero1", str(rings), str(STEPS), str(LAYER_S), "1", str(EXTRA),
-        env={"GLOO_SOCKET_IFNAME": "lo"},
+        env={"GLOO_SOCKET_IFNAME": "lo"}, framework="deepspeed",
     )  # fmt: skip
     assert main(["whatif", str(rings), "--json", "--steps", "4:7"]) == 0
     sound = json.loads(capsys.readouterr().out)

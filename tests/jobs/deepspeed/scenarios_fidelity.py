@@ -16,6 +16,7 @@ from tests.jobs.deepspeed.logs import Log
 from tests.jobs.deepspeed.model import Model
 from tests.jobs.deepspeed.scenario_worker import scenario
 from tests.jobs.deepspeed.truth import consolidated, differences, optimizer_of
+from tests.support.extent import some
 from unickpt.base.errors import UnickptError
 
 
@@ -79,9 +80,9 @@ def raw(engine: Any) -> list[Any]:
     ]
 
 
-@scenario(1, 2)
+@scenario(*some((2, 1), 1))
 def settings_that_appear_in_the_first_step_and_scalars_of_every_type(folder: Path) -> None:
-    for stage in (0, 1, 2, 3):
+    for stage in some((0, 3, 1, 2), 2):
         source, target = late(stage, 1), late(stage, 2)
         train(source, 3)
         assert source.save_checkpoint(str(folder / str(stage))) is True

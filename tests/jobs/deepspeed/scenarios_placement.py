@@ -20,6 +20,7 @@ from tests.jobs.deepspeed.model import Model, batch
 from tests.jobs.deepspeed.resumes import assert_trains_on
 from tests.jobs.deepspeed.scenario_worker import scenario
 from tests.jobs.deepspeed.truth import consolidated, differences, optimizer_of
+from tests.support.extent import some
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 
 ADAM = ("exp_avg", "exp_avg_sq")
@@ -88,7 +89,7 @@ def two_times_two_peers_are_replicas(folder: Path) -> None:
 
 @scenario(2)
 def sequence_parallel_peers_are_replicas(folder: Path) -> None:
-    _replicas(folder, (0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (1, "bf16o"))
+    _replicas(folder, *some(((2, "bf16"), (3, "fp32"), (1, "bf16o"), (0, "fp32"), (1, "fp32")), 3))
 
 
 def _replicas(folder: Path, *layouts: tuple[int, str]) -> None:
@@ -165,11 +166,11 @@ VARIANTS: dict[int, list[list[State] | None]] = {
 }
 
 
-@scenario(1, 2)
+@scenario(*some((2, 1), 1))
 def states_that_are_offloaded_are_saved(folder: Path) -> None:
     for stage, variants in VARIANTS.items():
         for number, include in enumerate(variants):
-            for precision in ("fp32", "bf16"):
+            for precision in some(("bf16", "fp32"), 1):
                 place = folder / f"{stage}{number}{precision}"
                 source, twin = (build(here(stage, precision), seed=1, model=_unfrozen(1)) for _ in range(2))
                 train(source, 2)
@@ -199,7 +200,7 @@ def a_load_while_states_are_offloaded(folder: Path) -> None:
     source.save_checkpoint(str(folder))
     for stage, variants in VARIANTS.items():
         for number, include in enumerate(variants):
-            for trained in (0, 1):
+            for trained in some((1, 0), 1):
                 target = build(here(stage, "bf16"), seed=2, model=_unfrozen(2))
                 train(target, trained)
                 target.offload_states(include=include, pin_memory=number == 0)
@@ -295,7 +296,7 @@ def muon_between_all_stages(folder: Path) -> None:
         saved[stage] = (momenta(folder / str(stage) / "global_step3"), flats(source), train(source, 2))
         assert sum("momentum_buffer" in key for key in saved[stage][0]) == 4
     for a in (1, 2, 3):
-        for b in (1, 2, 3):
+        for b in some((a % 3 + 1, a, (a + 1) % 3 + 1), 1):
             target = muon(b, 2)
             target.load_checkpoint(str(folder / str(a)))
             if a < 3 and b < 3:  # the padding of ZeRO 3 is not set
@@ -319,7 +320,7 @@ def _muon_of_another_world(folder: Path, losses: dict[int, list[float]]) -> None
     other = folder.parent / f"{folder.name.removesuffix('-w2')}-w1"
     for a in (1, 2, 3) if (other / "losses.json").exists() else ():
         expected = json.loads((other / "losses.json").read_text())[str(a)]
-        for b in (1, 2, 3):
+        for b in some((4 - a, a % 3 + 1, (a + 1) % 3 + 1), 1):
             target = muon(b, 2)
             target.load_checkpoint(str(other / str(a)))
             target.save_checkpoint(str(folder / f"w{a}{b}"))
@@ -338,7 +339,7 @@ def muon_momenta_in_all_layouts(folder: Path) -> None:
         "3": lambda seed: muon(3, seed, "bf16", save_muon_momentum_buffer_in_memory=True),
         "o": lambda seed: muon(1, seed, "bf16o"),
     }
-    for a, b in (("2", "3"), ("3", "2"), ("o", "2"), ("3", "3"), ("2", "o")):
+    for a, b in some((("2", "3"), ("o", "2"), ("3", "3"), ("3", "2"), ("2", "o")), 3):
         source, target = makers[a](1), makers[b](2)
         train(source, 2)
         place = folder / f"{a}{b}"

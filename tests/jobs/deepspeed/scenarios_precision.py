@@ -16,6 +16,7 @@ from tests.jobs.deepspeed.model import Block, Model
 from tests.jobs.deepspeed.resumes import ADAM, assert_trains_on, here
 from tests.jobs.deepspeed.scenario_worker import scenario
 from tests.jobs.deepspeed.truth import consolidated, differences
+from tests.support.extent import some
 from unickpt.base.errors import ConfigError
 from unickpt.training.precision.policy import Policy
 
@@ -54,7 +55,7 @@ def _by_hand(seed: int) -> Model:
 
 @scenario(2)
 def layers_compute_in_the_dtype_of_a_plan_and_checkpoints_are_as_without(folder: Path) -> None:
-    for stage in (0, 1, 2, 3):
+    for stage in some((1, 3, 0, 2), 2):
         place = folder / str(stage)
         place.mkdir(exist_ok=True)
         plan = _plan(place)

@@ -25,6 +25,7 @@ from tests.jobs.deepspeed.scenario_worker import scenario
 from tests.jobs.deepspeed.truth import consolidated, differences
 from tests.jobs.faults.calls import watched
 from tests.jobs.faults.stalling import Stall
+from tests.support.extent import some
 from unickpt.base.errors import CorruptCheckpointError
 from unickpt.checkpoint.coordination import host_peers
 from unickpt.checkpoint.fence import FENCE_FILE
@@ -45,7 +46,7 @@ def _recorded() -> list[dict[str, Any]]:
     return found
 
 
-@scenario(2, 4)
+@scenario(*some((4, 2), 1))
 def a_save_gathers_nothing(folder: Path) -> None:
     assert os.environ["TORCH_FR_BUFFER_SIZE"]
     for stage in (0, 1, 2, 3):
@@ -62,9 +63,9 @@ def a_save_gathers_nothing(folder: Path) -> None:
         assert received <= 40, received
 
 
-@scenario(2, 4)
+@scenario(*some((4, 2), 1))
 def a_load_on_one_host_gathers_the_weights_without_messages(folder: Path) -> None:
-    for layout in (here(1), here(2), here(1, "bf16"), here(2, "bf16"), here(1, "bf16o")):
+    for layout in some((here(1), here(2, "bf16"), here(1, "bf16o"), here(2), here(1, "bf16")), 3):
         source = build(layout, seed=1, unickpt={"enabled": True, "async_save": False})
         if type(source.optimizer).__name__ == "FP16_UnfusedOptimizer":  # what DeepSpeed 0.17 makes of bf16o: nothing to gather
             continue
@@ -85,7 +86,7 @@ def a_load_on_one_host_gathers_the_weights_without_messages(folder: Path) -> Non
             assert all(map(torch.equal, loaded, _flat_weights(source))), layout
 
 
-@scenario(2, 4)
+@scenario(*some((4, 2), 1))
 def weights_of_other_ranks_come_from_the_page_cache_or_from_the_ranks(folder: Path) -> None:
     """All ranks read them, or all ranks exchange them: also if one rank cannot read, or does not find them in the cache.
 
@@ -156,7 +157,7 @@ def after_a_save_the_persistent_parameters_of_zero_3_are_gathered(folder: Path) 
     assert train(engine, 1)
 
 
-@scenario(2, 4)
+@scenario(*some((4, 2), 1))
 def a_load_gathers_the_persistent_parameters_of_zero_3_in_one_message(folder: Path) -> None:
     """Partitions of several sizes, with padding. Whole parameters are those that were saved."""
     for dtype in ("fp32", "bf16"):
@@ -176,7 +177,7 @@ def a_load_gathers_the_persistent_parameters_of_zero_3_in_one_message(folder: Pa
 
 @scenario(2)
 def an_asynchronous_save_has_the_state_at_the_time_of_the_call(folder: Path) -> None:
-    for stage in (0, 1, 2, 3):
+    for stage in some((1, 3, 0, 2), 2):
         source = build(here(stage), seed=1, unickpt={"enabled": True, "async_save": True})
         train(source, 2)
         truth = consolidated(source, ADAM)

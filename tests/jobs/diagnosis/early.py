@@ -45,7 +45,7 @@ def ran(
     kind, layout, world = job
     output = fork_ranks(
         world, "tests.jobs.diagnosis.early_job", kind, layout, str(rings), str(steps), str(layer_s), str(slow),
-        str(factor), str(since), timeout_s=400, env={"GLOO_SOCKET_IFNAME": "lo", "XDG_CACHE_HOME": str(cache)},
+        str(factor), str(since), timeout_s=400, framework=kind, env={"GLOO_SOCKET_IFNAME": "lo", "XDG_CACHE_HOME": str(cache)},
     ).stdout  # fmt: skip
     (text,) = results_in(output, "ENDS")
     ends = json.loads(text)

@@ -82,7 +82,7 @@ def run(name: str, count: int, seed: int, earlier: Sequence[Path] = ()) -> list[
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser of the arguments that choose faults."""
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("fault", choices=[*FAULTS, "all"])
+    found.add_argument("fault", nargs="+", choices=[*FAULTS, "all"])
     found.add_argument(
         "--count", action="append", default=[], metavar="[FAULT=]N", help="how often (of those that are exhaustive: at most)"
     )
@@ -95,7 +95,7 @@ def each(options: argparse.Namespace, earlier: Sequence[Path] = ()) -> Iterator[
     """Make the chosen faults. Yields name, count and tallies of each of them."""
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
-    for name in [n for n in FAULTS if n not in APART] if options.fault == "all" else [options.fault]:
+    for name in [n for n in FAULTS if n not in APART] if options.fault == ["all"] else options.fault:
         count = counted(options.count, name, FAULTS[name][1])
         yield name, count, run(name, count, options.seed, earlier)
 

@@ -79,7 +79,9 @@ def travelled(folder: Path, family: str, precision: str, stations: list[Station]
         out = folder / str(at)
         out.mkdir(parents=True)
         arguments = (station.kind, station.layout, family, precision, source, str(out), str(STEPS), str(step))
-        fork_ranks(station.ranks, "tests.jobs.journeys.station", *arguments)
+        fork_ranks(
+            station.ranks, "tests.jobs.journeys.station", *arguments, framework=station.kind.replace("pipeline", "deepspeed")
+        )
         found.append(json.loads((out / "station.json").read_text()))
         source, step = str(out / "trained"), step + STEPS
     return found
@@ -89,7 +91,7 @@ def uninterrupted(folder: Path, family: str, precision: str, steps: int, begin: 
     """Return the losses of one DeepSpeed job with all steps."""
     folder.mkdir(parents=True)
     arguments = ("deepspeed", "zero1", family, precision, str(begin), str(folder), str(steps), "0")
-    fork_ranks(ranks, "tests.jobs.journeys.station", *arguments)
+    fork_ranks(ranks, "tests.jobs.journeys.station", *arguments, framework="deepspeed")
     losses: list[float] = json.loads((folder / "station.json").read_text())["losses"]
     return losses
 

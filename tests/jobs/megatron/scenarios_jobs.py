@@ -26,7 +26,7 @@ from megatron_unickpt.testing import cpu
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
 from megatron_unickpt.testing.truth import consolidated, optimizers_take_metadata, own_forms
-from tests.support.extent import FULL
+from tests.support.extent import FULL, some
 from tests.jobs.megatron.compared import differences
 from tests.jobs.megatron.moved import moved_losses
 from tests.jobs.megatron.scenarios import scenario
@@ -173,7 +173,8 @@ def a_parameter_that_became_trainable_begins_with_an_empty_optimizer_state(folde
         source = Job(Layout(tp=2, optimizer=kind), frozen=frozen)
         source.train(2)
         megatron_unickpt.save(folder / kind, source.chunks, source.optimizer)
-        for target in (Layout(tp=2, optimizer=kind), Layout(dp=2, optimizer="dist" if kind == "plain" else "plain")):
+        targets = (Layout(dp=2, optimizer="dist" if kind == "plain" else "plain"), Layout(tp=2, optimizer=kind))
+        for target in some(targets, 1):
             trainable = Job(target, seed=7)
             before = [p.detach().clone() for p in trainable.modules[0].parameters()]
             with pytest.raises(CheckpointingException, match=r"linear_fc2.weight.*not trained.*missing_state=fresh"):
@@ -231,8 +232,9 @@ def the_layer_wise_and_the_distributed_optimizer_load_each_others_state(folder: 
         raise unittest.SkipTest("needs the layer-wise optimizer of 0.15")
     _assert_loads(folder / "1", Layout(dp=2, optimizer="layers"), Layout(tp=2))
     _assert_loads(folder / "2", Layout(dp=2), Layout(dp=2, optimizer="layers"), trains=FULL)
-    experts = Layout(dp=2, ep=2, moe=True, optimizer="layers")
-    _assert_loads(folder / "3", experts, Layout(pp=2, moe=True, optimizer="plain"), trains=FULL)
+    if FULL:
+        experts = Layout(dp=2, ep=2, moe=True, optimizer="layers")
+        _assert_loads(folder / "3", experts, Layout(pp=2, moe=True, optimizer="plain"))
 
 
 @scenario(2)
@@ -243,8 +245,9 @@ def grouped_and_sequential_experts_load_each_others_state(folder: Path) -> None:
     sequential, grouped = Layout(dp=2, ep=2, moe=True), Layout(tp=2, moe=True, grouped=True)
     _assert_same_tensors(folder / "1", sequential, grouped)
     _assert_same_tensors(folder / "2", grouped, sequential, trains=FULL)
-    other = Layout(dp=2, ep=2, moe=True, grouped=True)
-    _assert_same_tensors(folder / "3", replace(grouped, optimizer="plain"), other, trains=FULL)
+    if FULL:
+        other = Layout(dp=2, ep=2, moe=True, grouped=True)
+        _assert_same_tensors(folder / "3", replace(grouped, optimizer="plain"), other)
 
 
 def _assert_same_tensors(folder: Path, source: Layout, target: Layout, *, trains: bool = True) -> None:

@@ -99,8 +99,9 @@ def a_precision_aware_optimizer_with_remainders_resumes_under_another_layout_and
     """``store_param_remainders``: the masters are 16 bits beside the bf16 weights."""
     aware = Layout(dp=2, optimizer="aware")
     _assert_resumes(folder / "other", Layout(tp=2, optimizer="aware"), aware)
-    _assert_resumes(folder / "out of", aware, Layout(pp=2, optimizer="plain"), trains=FULL)
     _assert_resumes(folder / "into", Layout(tp=2), aware, ties_up=True, trains=FULL)
+    if FULL:
+        _assert_resumes(folder / "out of", aware, Layout(pp=2, optimizer="plain"))
 
 
 def _needs_emerging_optimizers() -> None:

@@ -19,6 +19,7 @@ from megatron_unickpt.testing.truth import consolidated
 from tests.jobs.megatron.compared import differences
 from megatron_unickpt.framework.versions import version
 from tests.jobs.megatron.scenarios import scenario
+from tests.support.extent import some
 from unickpt.base import hooks
 from unickpt.training.precision.policy import Policy
 
@@ -52,7 +53,8 @@ def _assert_equal(expected: Any, found: Any) -> None:
 @scenario(2)
 def layers_compute_in_the_dtype_of_a_plan_and_checkpoints_are_as_without(folder: Path) -> None:
     narrow, wide = torch.bfloat16, torch.float32
-    for layout, mine in ((Layout(dp=2, optimizer="fp32"), (0, 1, 2, 3)), (Layout(pp=2, optimizer="fp32"), (2, 3))):
+    cases = ((Layout(pp=2, optimizer="fp32"), (2, 3)), (Layout(dp=2, optimizer="fp32"), (0, 1, 2, 3)))
+    for layout, mine in some(cases, 1):
         place = folder / layout.name
         place.mkdir(exist_ok=True)
         plan = _plan(place)

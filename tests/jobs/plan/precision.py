@@ -19,7 +19,7 @@ def ran(job: dict[str, Any], folder: Path, name: str, **asked: Any) -> dict[str,
     """Run a job. Returns its losses, and its step: the median of those that are not sampled."""
     task = {**job, "rings": str(folder / name), "steps": STEPS, **asked}
     output = fork_ranks(
-        job["world"], "tests.jobs.plan.precision_job", json.dumps(task), timeout_s=400,
+        job["world"], "tests.jobs.plan.precision_job", json.dumps(task), timeout_s=400, framework=job["kind"],
         env={"GLOO_SOCKET_IFNAME": "lo"},
     ).stdout  # fmt: skip
     found = results_in(output, "RUN")

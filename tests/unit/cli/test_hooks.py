@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.cli import REPOSITORY, python
+from tests.support.extent import in_full
 
 
 def test_hooks_status_of_an_installed_framework(hooks_in_a_process: tuple[str, ...]) -> None:
@@ -92,10 +93,11 @@ def test_hooks_status_survives_a_broken_framework(run: Any, run_json: Any, monke
     ("framework", "missing"),
     [
         ("megatron", "megatron.core.optimizer.distrib_optimizer"),  # a module of the framework, after some hooks are installed
-        ("megatron", "megatron_unickpt.held_state.optimizer"),  # a module of the adapter that a hook imports when it is called
+        # a module of the adapter that a hook imports when it is called
+        pytest.param("megatron", "megatron_unickpt.held_state.optimizer", marks=in_full),
         ("deepspeed", "ds_unickpt.engine"),
         ("megatron", "megatron_unickpt.hooks"),  # autoload reports it in one line, and the import continues
-        ("megatron", "wrapt"),
+        pytest.param("megatron", "wrapt", marks=in_full),
     ],
 )
 def test_hooks_status_reports_failed_after_an_import_error(framework: str, missing: str) -> None:

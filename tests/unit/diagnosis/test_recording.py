@@ -19,6 +19,7 @@ import torch
 from tests.jobs.diagnosis.calls_worker import LISTED
 from tests.jobs.diagnosis.counting import ENVIRONMENT, NAMES, flown, noted
 from tests.jobs.diagnosis.flights_worker import BEFORE
+from tests.support.extent import in_full
 from tests.support.forked_jobs import fork_ranks
 from tests.support.needs import needs
 from tests.support.rings import here, put
@@ -124,7 +125,7 @@ def test_members_with_lists_of_different_shapes_make_the_same_call() -> None:
     assert other[-1] != gathers[0][-1]
 
 
-@pytest.mark.parametrize("extension", ["yes", "no"])
+@pytest.mark.parametrize("extension", ["yes", pytest.param("no", marks=in_full)])
 def test_the_flight_recorder_gives_the_state_of_device_calls(extension: str, tmp_path: Path) -> None:
     """Of calls that are only seen to begin: while a rank stands, which have ended, and which of the others came first."""
     fork_ranks(2, "tests.jobs.diagnosis.flights_worker", str(tmp_path), extension, env=ENVIRONMENT)
@@ -159,7 +160,7 @@ MEGATRON = (
     ],
 )
 def test_every_collective_of_a_framework_is_noted_once(kind: str, names: tuple[str, ...], tmp_path: Path) -> None:
-    fork_ranks(2, "tests.jobs.diagnosis.frameworks_worker", str(tmp_path), kind, *names, env=ENVIRONMENT)
+    fork_ranks(2, "tests.jobs.diagnosis.frameworks_worker", str(tmp_path), kind, *names, env=ENVIRONMENT, framework=kind)
     for name in names:
         for rank in range(2):
             ours, theirs = noted(tmp_path / f"{name}-{rank}.ring"), flown(tmp_path / f"{name}-{rank}.json")
