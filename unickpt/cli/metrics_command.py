@@ -6,10 +6,11 @@ import argparse
 from dataclasses import asdict
 
 from unickpt.base.memory_status import read_status
+from unickpt.base.prometheus import JOB_NAME
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
 from unickpt.diagnosis.reports.host_folders import read_hosts
-from unickpt.diagnosis.reports.metrics import exposition, measurements, of_memory, write_scalars
+from unickpt.diagnosis.reports.metrics import exposition, labelled, measurements, of_memory, write_scalars
 
 JSON_SCHEMA = 1
 
@@ -19,7 +20,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     hosts = read_hosts(args.directories)
     verdicts = [verdict for verdict, _ in hosts.judged(after_s=args.after)]
     memory = next((found for found in map(read_status, args.directories) if found is not None), None)
-    measured = [*measurements(hosts.jobs, verdicts, hosts.clock_offsets_ns), *of_memory(memory)]
+    found = [*measurements(hosts.jobs, verdicts, hosts.clock_offsets_ns), *of_memory(memory)]
+    measured = labelled(found, {JOB_NAME: args.job} if args.job else {})
     if args.json:
         out.json({"schema": JSON_SCHEMA, "measurements": [asdict(each) for each in measured]})
     elif args.tensorboard is None:

@@ -23,6 +23,7 @@ from unickpt.base.logs import logger
 from unickpt.base.memory_status import MemoryStatus, write_status
 from unickpt.base.options.job import TimingOptions
 from unickpt.base.private_files import SHARED_MEMORY, file_name, make_named_folder
+from unickpt.base.prometheus import Scrape
 from unickpt.base.role import role
 from unickpt.base.round_folder import RUN_ID, folder_of_round
 from unickpt.diagnosis.agent import launch
@@ -96,14 +97,12 @@ class Session:
         self._stacks = stack_dumps.listen(stack_dumps.path_of(self.folder, rank))
         self._agent = self._start_agent(options, first_rank if first_rank >= 0 else rank) if first and given is None else None
         if given is not None and first:
-            note = SessionNote(str(self.folder), options.watch, options.metrics_port, options.metrics_address)
-            write_note(given, note)
+            write_note(given, SessionNote(str(self.folder), options.watch, _scrape(options, options.job)))
 
     def _start_agent(self, options: TimingOptions, first_rank: int) -> subprocess.Popen[bytes] | None:
         if not options.watch:
             return None
-        port, address = options.metrics_port, options.metrics_address
-        return launch.start(self.folder, first_rank, _store(), metrics_port=port, metrics_address=address, role=role())
+        return launch.start(self.folder, first_rank, _store(), _scrape(options, options.job or run_name()))
 
     def _describe(self, group: Any) -> dict[str, Any]:
         named = [label for label, groups in self._labels().items() if any(group is known for known in groups)]
@@ -276,6 +275,17 @@ def _store() -> Any:
     """Return the job's key-value store."""
     store: Any = dist.distributed_c10d._get_default_store()
     return store
+
+
+def _scrape(options: TimingOptions, job: str) -> Scrape:
+    targets = str(Path(options.metrics_targets).absolute()) if options.metrics_targets else ""
+    return Scrape(options.metrics_port, options.metrics_address, targets, job, role())
+
+
+def run_name() -> str:
+    """Return the ``--rdzv-id`` that torchrun's own backends name the run by; '' if the job has none."""
+    name = os.environ.get(RUN_ID, "")
+    return "" if name == "none" else name
 
 
 def job_name() -> str:

@@ -109,8 +109,9 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     alone = single or is_loopback(split_address(peer.address)[0])
     record = WorkerRecord(key.hex())
     agent = HostAgent(
-        params.run_id, key, lambda: peer.name, lambda: split_address(peer.address)[0], alone, peer.found, record.path
-    )
+        params.run_id, key, lambda: peer.name, lambda: split_address(peer.address)[0], alone, peer.found, record.path,
+        options.job_name(params.run_id),
+    )  # fmt: skip
     check = SelfCheck(key, lambda: peer.loopbacks, peer.read, peer.keep)
     contact = _publish(peer, key)
     return SteeringHandler(peer, agent, check, params.run_id, timeout_s, record, contact, observers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import urllib.request
 from pathlib import Path
 
@@ -23,10 +24,15 @@ def samples(text: str) -> dict[str, float]:
 
 def test_the_endpoint_counts_orders_hosts_and_rounds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
-    made = Observers(SteeringOptions(history=str(tmp_path / "history"), metrics_port=port), "job")
-    second = Observers(SteeringOptions(history=str(tmp_path / "history"), metrics_port=port), "job")
-    assert f"Prometheus is not answered on 127.0.0.1 port {port}" in caplog.text
+    common = {"history": str(tmp_path / "history"), "metrics_port": port, "metrics_targets": str(tmp_path / "targets")}
+    made, second = Observers(SteeringOptions(**common), "secret"), Observers(SteeringOptions(**common, job="llama"), "secret")
+    assert f": port {port} is taken" in caplog.text
+    targets = [json.loads(path.read_text())[0] for path in sorted((tmp_path / "targets").iterdir())]
+    assert [each["labels"] for each in targets] == [{}, {"job_name": "llama"}], "without secret_file the --rdzv-id is a secret"
+    text = urllib.request.urlopen(f"http://{targets[1]['targets'][0]}/metrics", timeout=10).read().decode()
+    assert samples(text)['unickpt_steering_rounds_total{job_name="llama"}'] == 0
     second.close()
+    assert len(list((tmp_path / "targets").iterdir())) == 1
     before = running(4, spares=1)
     made.chronicle.changed(None, before)
     after = before

@@ -36,10 +36,17 @@ class TimingOptions:
     )
     metrics_port: int = option(
         0,
-        "port on which the agent of rank 0's host serves Prometheus metrics (/metrics, no password); 0 disables it",
+        "port on which the agent of rank 0's host serves Prometheus metrics (/metrics, no password); if it is taken, the next "
+        "free one; 0 disables it",
         most=65535,
     )
     metrics_address: str = option("127.0.0.1", "address on which metrics_port listens; 0.0.0.0 (IPv6: ::) admits other hosts")
+    metrics_targets: str = option(
+        "", "folder in which the agent writes its host and port as a file for Prometheus' `file_sd_configs`; empty: none"
+    )
+    job: str = option(
+        "", "name of the job in its metrics, the label `job_name`; empty: torchrun's `--rdzv-id` where that is no secret"
+    )
     folder: str = option("", "directory of the ring files; empty: a directory in shared memory, one for each job")
     records: int = option(65_536, "number of records in the ring of each rank, 96 bytes each", least=1)
 

@@ -23,9 +23,19 @@ class SteeringOptions:
     )
     webhook: str = option("", "URL, or file with the URL, to which the leader posts orders, verdicts and lost rounds as JSON")
     metrics_port: int = option(
-        0, "port on which each torchrun agent serves metrics of the steering for Prometheus; 0: none", most=65_535
+        0,
+        "port on which each torchrun agent serves metrics of the steering for Prometheus; if it is taken, the next free one; "
+        "0: none",
+        most=65_535,
     )
     metrics_address: str = option("127.0.0.1", "address to which that port is bound")
+    metrics_targets: str = option(
+        "", "folder in which each agent writes its host and port as a file for Prometheus' `file_sd_configs`; empty: none"
+    )
+    job: str = option(
+        "",
+        "name of the job in metrics and alerts; empty: the `--rdzv-id` if there is a secret_file, for else it is the secret",
+    )
     sizes: str = option("", "allowed numbers of hosts, as in `4+6+8`; empty: all from MIN to MAX")
     order: str = option("", "hosts in the order of their ranks, as in `node2+node0+node1`; empty: the order of their names")
     grow: bool = option(True, "start a larger round as soon as more hosts arrive")
@@ -80,6 +90,10 @@ class SteeringOptions:
     )
     out_seconds: float = option(300.0, "time that a host stays out; doubles each time", unit="s")
     longest_out_seconds: float = option(86_400.0, "longest time that a host stays out", unit="s")
+
+    def job_name(self, run_id: str) -> str:
+        """Return the name of the job for strangers. Without a file of the secret, the ``--rdzv-id`` is the secret."""
+        return self.job or (run_id if self.secret_file else "")
 
 
 def from_rendezvous(configuration: Mapping[str, Any]) -> SteeringOptions:

@@ -19,3 +19,4 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tensorboard", type=Path, metavar="LOGDIR", help="write TensorBoard scalars to this directory instead of printing"
     )
     form.add_argument("--json", action="store_true", help="the measurements as one JSON document")
+    parser.add_argument("--job", default="", metavar="NAME", help="add the label job_name, which metrics of a running job have")

@@ -9,6 +9,7 @@ Training processes import this module, so it imports nothing heavy.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -16,12 +17,14 @@ import socket
 import subprocess
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from unickpt.base import isolated_process
 from unickpt.base.logs import logger
 from unickpt.base.private_files import TOKEN, read_text, replacing
+from unickpt.base.prometheus import NOT_ANSWERED, Scrape
 from unickpt.diagnosis.recording.ring_folder import start_of_workers
 
 ADDRESS = "agent"  # in the folder of the rings: where the job's first agent listens, for its owner alone to read
@@ -30,20 +33,16 @@ _VALID = re.compile(rf"http://[^\s/]{{1,300}}:\d{{1,5}}/{TOKEN}")
 _LOOKS_S, _GIVES_UP_S = 1.0, 600.0
 
 
-def start(
-    folder: Path, rank: int, store: Any, *, metrics_port: int = 0, metrics_address: str = "127.0.0.1", role: str = ""
-) -> subprocess.Popen[bytes] | None:
+def start(folder: Path, rank: int, store: Any, metrics: Scrape = NOT_ANSWERED) -> subprocess.Popen[bytes] | None:
     """Start the agent in the background, in its own session, so that it outlives the ranks. Never raises.
 
     Args:
         folder: absolute path of the folder with the rings.
         rank: first rank of this host. On rank 0's host the agent listens for the others.
         store: torch's store of the job.
-        metrics_port: port for Prometheus on rank 0's host; 0 for none.
-        metrics_address: address to bind this port to.
-        role: role of these ranks, if there are several jobs; in every line that the agent writes.
+        metrics: where the agent on rank 0's host answers Prometheus. The role is in every line that the agent writes.
     """
-    named = ["--role", role] if role else []
+    named = ["--role", metrics.role] if metrics.role else []
     try:
         if rank == 0:
             with _listener() as listener:
@@ -51,9 +50,9 @@ def start(
                 if _several_hosts():
                     store.set(_key(), address)
                 options = ["--listen", str(listener.fileno()), *named]
-                if metrics_port:
-                    options += ["--metrics-port", str(metrics_port), "--metrics-address", metrics_address]
-                process = run_isolated([str(folder), *options], pass_fds=(listener.fileno(),), metrics=bool(metrics_port))
+                if metrics.port:
+                    options += ["--metrics", json.dumps(asdict(metrics))]
+                process = run_isolated([str(folder), *options], pass_fds=(listener.fileno(),), metrics=bool(metrics.port))
             _hand_over(process, folder, address)
             return process
         process = run_isolated([str(folder), *named])

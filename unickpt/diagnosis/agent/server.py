@@ -16,15 +16,17 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from socket import socket
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from unickpt.base.errors import ConfigError, FormatError
-from unickpt.base.limited_http import ConnectionLimits, LimitedHandler, LimitedServer, exchange, listening_at
+from unickpt.base.limited_http import ConnectionLimits, LimitedHandler, LimitedServer, exchange
 from unickpt.base.memory_status import MemoryStatus
+from unickpt.base.prometheus import OpenPort, Scrape, open_port
 from unickpt.diagnosis.detectors.examine import Examination
 from unickpt.diagnosis.reports.verdict_line import parse_line
 from unickpt.diagnosis.reports.verdict_text import VerdictText, as_json, render_all
@@ -75,9 +77,14 @@ class Collector:
 
     Args:
         key: key that authenticates the snapshots of other hosts; empty: the secret in the address is enough.
+        labels: labels of all metrics.
+
+    Attributes:
+        labels: the same. May be set later.
     """
 
-    def __init__(self, key: bytes = b"") -> None:
+    def __init__(self, key: bytes = b"", labels: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.labels = labels
         self._lock = threading.Lock()
         self._key = key
         self._counts: dict[str, int] = {}
@@ -139,7 +146,7 @@ class Collector:
 
     def metrics(self) -> tuple[int, bytes]:
         """Return an HTTP status and the metrics of the job in Prometheus' text format."""
-        from unickpt.diagnosis.reports.metrics import exposition, live_measurements
+        from unickpt.diagnosis.reports.metrics import exposition, labelled, live_measurements
 
         with self._measuring:  # computed once per look
             with self._lock:
@@ -148,7 +155,8 @@ class Collector:
                 return 503, b"no data of the job yet\n"
             if self._measured is None or self._measured[0] is not job:
                 try:
-                    answer = 200, exposition(live_measurements(job, found.verdicts, memory)).encode(errors="backslashreplace")
+                    measured = labelled(live_measurements(job, found.verdicts, memory), self.labels)
+                    answer = 200, exposition(measured).encode(errors="backslashreplace")
                 except ConfigError as err:
                     answer = 501, f"{err}\n".encode()
                 self._measured = job, answer
@@ -243,14 +251,12 @@ def serve(
     return server
 
 
-def answer_prometheus(current: Current, address: str, port: int, tell: Callable[[str], None]) -> None:
-    """Serve ``/metrics`` without the secret; ``tell`` a person if the port cannot be opened. Arguments as of ``serve``."""
-    try:
-        listener = listening_at(address, port)
-    except (OSError, ValueError, OverflowError) as err:
-        tell(f"Prometheus is not answered on {address} port {port}: {err}")
-    else:
-        serve(current, listener, open_metrics=True, tell=tell)
+def answer_prometheus(current: Current, scrape: Scrape, tell: Callable[[str], None]) -> OpenPort | None:
+    """Serve ``/metrics`` without the secret, if that is asked for. ``tell`` a person what is not as asked. See ``serve``."""
+    port = open_port(scrape, tell) if scrape.port else None
+    if port is not None:
+        serve(current, port.listener, open_metrics=True, tell=tell)
+    return port
 
 
 def secret_of(address: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from unickpt.base.errors import CoordinationError, FormatError, NotACheckpointError
 from unickpt.base.private_files import TOKEN, file_name, make_folder, own_folders, read_text, replacing
+from unickpt.base.prometheus import NOT_ANSWERED, Scrape, scrape_from
 from unickpt.base.round_folder import ROUND
 from unickpt.diagnosis.host.process_state import State, state_of
 from unickpt.diagnosis.recording.launched import AbsentRank, LaunchNote, absent_ranks, read_launches
@@ -146,13 +147,12 @@ class SessionNote:
     Attributes:
         folder: folder of the rings.
         watch: whether the agent looks at them.
-        metrics_port, metrics_address: where it answers Prometheus; port 0 for nowhere.
+        metrics: where it answers Prometheus.
     """
 
     folder: str
     watch: bool = True
-    metrics_port: int = 0
-    metrics_address: str = "127.0.0.1"
+    metrics: Scrape = NOT_ANSWERED
 
 
 def write_note(folder: Path, note: SessionNote) -> None:
@@ -165,9 +165,7 @@ def read_note(folder: Path) -> SessionNote | None:
     """Return the note of the workers; None if there is none yet."""
     try:
         found = json.loads(read_text(folder / NOTE, _NOTE_BYTES))
-        return SessionNote(
-            str(found["folder"]), bool(found["watch"]), int(found["metrics_port"]), str(found["metrics_address"])
-        )
+        return SessionNote(str(found["folder"]), bool(found["watch"]), scrape_from(found["metrics"]))
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -173,6 +173,11 @@ def of_memory(status: MemoryStatus | None) -> list[MetricValue]:
         ]  # fmt: skip
     found += [("saves_total", {"outcome": each}, getattr(status, each)) for each in _OUTCOMES]
     return [MetricValue(f"unickpt_memory_{name}", labels, float(value)) for name, labels, value in found]
+
+
+def labelled(measured: Iterable[MetricValue], labels: Mapping[str, str]) -> list[MetricValue]:
+    """Return the values with further labels, such as the name of the job."""
+    return [replace(each, labels={**labels, **each.labels}) for each in measured]
 
 
 # ---------------------------------------------------------------- a running job

@@ -47,6 +47,7 @@ class HostAgent:
         alone: whether the job has no other machine.
         take: takes a report.
         record: record of the workers, which the process ends if this one ends without them; None for none.
+        job: name of the job in metrics; '' for none.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class HostAgent:
         alone: bool,
         take: Callable[[HubReport], None],
         record: Path | None = None,
+        job: str = "",
     ) -> None:
-        self._record = record
+        self._record, self._job = record, job
         self._run_id, self._own_name, self._own_host, self._take = run_id, own_name, own_host, take
         self._key = hmac.new(key, b"snapshots of hosts", hashlib.sha256).hexdigest()
         self._lock = threading.Lock()
@@ -110,7 +112,7 @@ class HostAgent:
                 folder = fresh_folder(SHARED_MEMORY, self._run_id)
                 self._folders.append(folder)
                 self._remove_old_folders()
-                self._assignment = Assignment(epoch, self._own_name(), str(folder), hub, is_hub, self._key)
+                self._assignment = Assignment(epoch, self._own_name(), str(folder), hub, is_hub, self._key, self._job)
                 self._write(self._assignment.line())
             os.environ[RINGS], os.environ[RINGS_JOB] = str(folder), self._run_id
         except Exception as err:

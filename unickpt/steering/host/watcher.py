@@ -25,6 +25,7 @@ from urllib.parse import unquote
 from unickpt.base.errors import UnickptError
 from unickpt.base.left_workers import end_all, left_in
 from unickpt.base.limited_http import RateLimitedLog
+from unickpt.base.prometheus import OpenPort, Scrape
 from unickpt.diagnosis.agent.launch import write_address
 from unickpt.diagnosis.agent.loop import EVERY_S, PREFIX, Agent, Look, RingLooks, notice, over, tell
 from unickpt.diagnosis.agent.server import Collector, answer_prometheus, secret_of, serve
@@ -55,6 +56,7 @@ class Assignment:
         hub: address of the agent on rank 0's host; '' for none.
         is_hub: whether this is that agent.
         key: key that authenticates snapshots, in hexadecimal digits.
+        job: name of the job in metrics, if the workers name none.
     """
 
     epoch: tuple[int, int]
@@ -63,6 +65,7 @@ class Assignment:
     hub: str
     is_hub: bool
     key: str
+    job: str = ""
 
     def line(self) -> bytes:
         """The assignment as a line for the agent."""
@@ -192,7 +195,8 @@ class Watcher:
         self._round: RoundWatch | None = None
         self._assignment: Assignment | None = None
         self._handler_ended_s = 0.0
-        self._metrics_port = 0
+        self._port: OpenPort | None = None
+        self._asked = False  # Prometheus is answered as long as this process runs, or cannot be
         self._ending = threading.Thread(target=self._end_left_workers, daemon=True)
         self._failures = RateLimitedLog(tell, f"{PREFIX}looks at the rings that failed; the agent goes on")
         serve(lambda: self._hub, listener, tell=notice)
@@ -216,6 +220,8 @@ class Watcher:
             if self._handler_ended_s:
                 late = time.monotonic() - self._handler_ended_s > LINGERS_S
                 if late or self._round is None or self._round.over:
+                    if self._port is not None:
+                        self._port.withdraw()
                     return self._ending.join()
             if self._round is not None and wait_s >= EVERY_S:
                 self._round.rings.exits.sleep(wait_s)
@@ -278,11 +284,14 @@ class Watcher:
             self._round = RoundWatch(assignment, note, self._hub[0] if assignment.is_hub else None, self._predict)
             if assignment.hub and assignment.is_hub:
                 write_address(self._round.folder, assignment.hub)
-                if note.metrics_port and not self._metrics_port:  # answered as long as this process runs
-                    self._metrics_port = note.metrics_port
-                    answer_prometheus(lambda: self._hub, note.metrics_address, note.metrics_port, notice)
+                self._answer_prometheus(replace(note.metrics, job=note.metrics.job or assignment.job))
         self._report(self._round)
         return EVERY_S
+
+    def _answer_prometheus(self, scrape: Scrape) -> None:
+        self._hub[0].labels = scrape.labels
+        if scrape.port and not self._asked:
+            self._asked, self._port = True, answer_prometheus(lambda: self._hub, scrape, notice)
 
     def _report(self, watch: RoundWatch) -> None:
         with contextlib.suppress(UnickptError, OSError):  # no ring yet

@@ -8,14 +8,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from unickpt.base.errors import ConfigError
 from unickpt.base.installation import extra_command
-from unickpt.base.limited_http import ConnectionLimits, LimitedHandler, LimitedServer, listening_at
+from unickpt.base.limited_http import ConnectionLimits, LimitedHandler, LimitedServer
 from unickpt.base.logs import logger, printable
 from unickpt.base.options.steering import SteeringOptions
 from unickpt.base.private_files import SHARED_MEMORY
-from unickpt.diagnosis.reports.metrics import exposition
+from unickpt.base.prometheus import Scrape, open_port
+from unickpt.diagnosis.reports.metrics import exposition, labelled
 from unickpt.steering.publishing.chronicle import Chronicle, HistoryFile, Take
 from unickpt.steering.publishing.metrics import HELP, steering_measurements
 from unickpt.steering.publishing.webhook import Webhook, checked_url
@@ -34,7 +36,7 @@ class Observers:
 
     def __init__(self, options: SteeringOptions, run_id: str) -> None:
         self.leads: Callable[[], bool] = lambda: False
-        job = run_id if options.secret_file else ""  # without a file, the name of the job is its secret
+        job = options.job_name(run_id)
         self._webhook = Webhook(checked_url(options.webhook), job, lambda: self.leads()) if options.webhook else None
         self._file: HistoryFile | None = None
         try:
@@ -52,7 +54,10 @@ class Observers:
         self.chronicle = Chronicle([*takers, hook.take] if hook else takers, reporters=[hook.reported] if hook else [])
         if self._file is not None:
             self._file.attend(self.chronicle)
-        self._server = _metrics_server(self.chronicle, options) if options.metrics_port else None
+        targets = str(Path(options.metrics_targets).absolute()) if options.metrics_targets else ""
+        scrape = Scrape(options.metrics_port, options.metrics_address, targets, job)
+        self._port = open_port(scrape, _warn) if scrape.port else None
+        self._server = _metrics_server(self.chronicle, self._port.listener, scrape) if self._port is not None else None
 
     def close(self) -> None:
         """End, after what waits is written and sent."""
@@ -63,10 +68,16 @@ class Observers:
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
+        if self._port is not None:
+            self._port.withdraw()
 
 
-def _metrics_server(chronicle: Chronicle, options: SteeringOptions) -> LimitedServer | None:
-    """Serve ``/metrics`` in background threads, without a password. Return None, with a warning, if the port cannot be used."""
+def _warn(text: str) -> None:
+    logger.warning("unickpt: steering: %s", printable(text))
+
+
+def _metrics_server(chronicle: Chronicle, listener: socket.socket, scrape: Scrape) -> LimitedServer:
+    """Serve ``/metrics`` in background threads, without a password."""
 
     class MetricsHandler(LimitedHandler):
         def do_GET(self) -> None:  # noqa: N802  (name required by http.server)
@@ -75,16 +86,11 @@ def _metrics_server(chronicle: Chronicle, options: SteeringOptions) -> LimitedSe
             state, entries = chronicle.known()
             try:
                 found = steering_measurements(state, entries, time.monotonic(), time.time())
-                return self.reply(200, exposition(found, HELP).encode(errors="backslashreplace"))
+                text = exposition(labelled(found, scrape.labels), HELP)
+                return self.reply(200, text.encode(errors="backslashreplace"))
             except ConfigError as err:  # prometheus_client is not installed
                 return self.reply(501, f"{err}\n".encode())
 
-    address, port = options.metrics_address, options.metrics_port
-    try:
-        listener = listening_at(address, port)
-    except (OSError, ValueError, OverflowError) as err:
-        logger.warning("unickpt: steering: Prometheus is not answered on %s port %d: %s", printable(address), port, err)
-        return None
     if importlib.util.find_spec("prometheus_client") is None:
         command = extra_command("metrics")
         logger.warning("unickpt: steering: Prometheus gets an error for an answer: install prometheus-client (%s)", command)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.diagnosis.agent.made import hung
+from unickpt.base.prometheus import Scrape
 from unickpt.cli.main import main
 from unickpt.diagnosis.agent import launch, server
 from unickpt.diagnosis.agent.loop import Agent, notice
@@ -126,7 +127,7 @@ def test_the_hub_refuses_invalid_snapshots(served: tuple[Collector, str]) -> Non
 def test_prometheus_is_answered(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     hung(tmp_path)
-    collector = Collector()
+    collector = Collector(labels={"job_name": "llama"})
     listener = socket.create_server(("127.0.0.1", 0))
     base = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = serve(lambda: (collector, "secret"), listener, open_metrics=True)
@@ -138,9 +139,11 @@ def test_prometheus_is_answered(tmp_path: Path) -> None:
         collector.publish(snapshot, examine(snapshot, after_s=5))
         for path in ("metrics", "secret/metrics"):
             text = urllib.request.urlopen(f"{base}/{path}").read().decode()
-            assert 'unickpt_rank_step{rank="1"} 20.0' in text
-            assert 'unickpt_verdicts{cause="compute",next="",rank="2",syndrome="non-communication hang"} 1.0' in text
-            assert 'unickpt_collectives_total{group="data parallel"} 3.0' in text
+            assert 'unickpt_rank_step{job_name="llama",rank="1"} 20.0' in text
+            verdict = 'cause="compute",job_name="llama",next="",rank="2",syndrome="non-communication hang"'
+            assert f"unickpt_verdicts{{{verdict}}} 1.0" in text
+            assert 'unickpt_collectives_total{group="data parallel",job_name="llama"} 3.0' in text
+            assert [line for line in text.splitlines() if line[0] != "#" and 'job_name="llama"' not in line] == []
         with pytest.raises(urllib.error.HTTPError):
             urllib.request.urlopen(f"{base}/verdicts")
     finally:
@@ -183,13 +186,13 @@ def test_prometheus_is_answered_where_it_is_wanted(capfd: pytest.CaptureFixture[
 
     assert TimingOptions().metrics_address == "127.0.0.1"
     port, current = free_port(), (Collector(), "secret")
-    server.answer_prometheus(lambda: current, "127.0.0.2", port, notice)
+    assert server.answer_prometheus(lambda: current, Scrape(0, "127.0.0.2"), notice) is None
+    server.answer_prometheus(lambda: current, Scrape(port, "127.0.0.2"), notice)
     assert not capfd.readouterr().err
     for host, answers in (("127.0.0.2", True), ("127.0.0.1", False)):
         with contextlib.closing(socket.socket()) as client:
             assert (client.connect_ex((host, port)) == 0) is answers
-    server.answer_prometheus(lambda: current, "no such\x1b[2J", port, notice)
-    server.answer_prometheus(lambda: current, "127.0.0.1", 1 << 20, notice)
+    server.answer_prometheus(lambda: current, Scrape(port, "no such\x1b[2J"), notice)
     told = capfd.readouterr().err
-    assert told.count("Prometheus is not answered on ") == 2
+    assert told.count("Prometheus is not answered on ") == 1
     assert "answered on no such\\x1b[2J" in told

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from tests.support.repository import REPO
 from tests.unit.diagnosis.agent.made import hung
 from unickpt.base.errors import UnickptError
+from unickpt.base.prometheus import Scrape
 from unickpt.diagnosis.agent import launch, loop
 from unickpt.diagnosis.agent.server import Collector, fetch
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.snapshot.snapshot import take_snapshot
-from unickpt.testing.launch import environment
+from unickpt.testing.launch import environment, free_port
 
 STARTS = """
 import sys, time, torch.distributed as dist
@@ -116,7 +117,8 @@ def test_agents_of_several_hosts_find_each_other(tmp_path: Path, monkeypatch: py
     for rank in (2, 3):
         (first / f"{rank:05d}.ring").rename(second / f"{rank:05d}.ring")
     store = dist.HashStore()
-    agents = [launch.start(second, 2, store), launch.start(first, 0, store)]
+    scrape = Scrape(free_port(), targets=str(tmp_path / "targets"), job="llama")
+    agents = [launch.start(second, 2, store), launch.start(first, 0, store, scrape)]
     try:
         end = time.monotonic() + 90
         found: set[int] = set()
@@ -126,6 +128,12 @@ def test_agents_of_several_hosts_find_each_other(tmp_path: Path, monkeypatch: py
             with contextlib.suppress(OSError, UnickptError):
                 found = set(fetch(launch.read_address(first)).ranks)
         assert launch.read_address(second) == launch.read_address(first) == store.get(launch._key()).decode()
+        (file,) = (tmp_path / "targets").iterdir()
+        (target,) = json.loads(file.read_text())[0]["targets"]
+        assert (
+            'unickpt_rank_step{job_name="llama",rank="3"} '
+            in urllib.request.urlopen(f"http://{target}/metrics").read().decode()
+        )
     finally:
         for agent in agents:
             assert agent is not None
