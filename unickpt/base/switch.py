@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from enum import Enum
+from types import NoneType
 from typing import Any
 
 from unickpt.base.errors import ConfigError
@@ -55,16 +56,24 @@ def section_of(config: Mapping[str, Any]) -> Any:
     """Return the ``unickpt`` section of a framework's configuration. Without one, what the environment stands for; or None.
 
     Raises:
-        ConfigError: the environment has another value of the switch.
+        ConfigError: the environment has another value of a variable.
     """
-    if KEY in config or not switch().saves:
-        return config.get(KEY)
-    return {"enabled": True, "timing": {"enabled": times()}}
+    section = {"enabled": True} if KEY not in config and switch().saves else config.get(KEY)
+    if not times() or not isinstance(section, (Mapping, NoneType)) or "timing" in (section or {}):
+        return section
+    return {**(section or {}), "timing": {"enabled": True}}
 
 
 def times() -> bool:
-    """Return whether the environment asks for the timing of collectives, beside the switch."""
-    return switch().saves and os.environ.get(_TIMING) == "1"
+    """Return whether the environment asks for the timing of collectives. It needs no switch, but ``UNICKPT=off`` ends it.
+
+    Raises:
+        ConfigError: the environment has another value of a variable.
+    """
+    given = os.environ.get(_TIMING, "").strip().lower()
+    if (asked := _MEANINGS.get(given, Switch.ON if given == "1" else Switch.UNSET)) is Switch.UNSET and given:
+        raise ConfigError(f"{_TIMING}={given!r} in the environment: expected 1 or 0")
+    return asked is Switch.ON and switch() is not Switch.OFF
 
 
 def recognises(config: Mapping[str, Any]) -> bool:
@@ -78,4 +87,4 @@ def recognises(config: Mapping[str, Any]) -> bool:
 
 def asks(config: Mapping[str, Any]) -> bool:
     """Return whether a framework's configuration or the environment asks for unickpt."""
-    return KEY in config or switch().saves
+    return KEY in config or switch().saves or times()

@@ -45,6 +45,24 @@ def test_loads_recognise_unickpt_checkpoints_unless_a_job_switches_unickpt_off(m
     assert not recognises({})
 
 
+def test_timing_needs_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed, untimed = {"timing": {"enabled": True}}, {"unickpt": {"timing": {"enabled": False}}}
+    monkeypatch.setenv("UNICKPT_TIMING", "1")
+    assert (section_of({}), asks({}), recognises({})) == (timed, True, True)
+    assert section_of({"unickpt": {"enabled": False}}) == {"enabled": False, **timed}
+    assert section_of(untimed) == untimed["unickpt"], "the configuration counts more"
+    assert section_of({"unickpt": True}) is True, "which the options refuse"
+    monkeypatch.setenv("UNICKPT", "off")
+    assert (section_of({}), asks({})) == (None, False)
+    monkeypatch.setenv("UNICKPT", "1")
+    assert section_of({}) == {"enabled": True, **timed}
+    monkeypatch.setenv("UNICKPT_TIMING", "0")
+    assert section_of({}) == {"enabled": True}
+    monkeypatch.setenv("UNICKPT_TIMING", "all")
+    with pytest.raises(ConfigError, match="UNICKPT_TIMING='all' in the environment: expected 1 or 0"):
+        section_of({})
+
+
 @needs("deepspeed")
 def test_a_deepspeed_job_without_the_key_has_the_options_of_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     from ds_unickpt.batch.config import read_options
@@ -56,6 +74,10 @@ def test_a_deepspeed_job_without_the_key_has_the_options_of_the_switch(monkeypat
     assert options is not None
     assert (options.enabled, options.timing.enabled) == (True, True)
     assert not read_options({"unickpt": {"enabled": False}}).enabled  # type: ignore[union-attr]
+    monkeypatch.delenv("UNICKPT")
+    options = read_options({})
+    assert options is not None
+    assert (options.enabled, options.timing.enabled) == (False, True)
 
 
 _LIBRARY = """
@@ -70,7 +92,7 @@ print(session.folder())
 
 @needs("megatron")
 def test_a_library_on_megatron_core_has_its_collectives_timed() -> None:
-    environment = {**os.environ, "UNICKPT": "1", "UNICKPT_TIMING": "1", "UNICKPT_ROLE": "critic"}
+    environment = {**os.environ, "UNICKPT_TIMING": "1", "UNICKPT_ROLE": "critic"}
     ran = subprocess.run([sys.executable, "-c", _LIBRARY], env=environment, capture_output=True, text=True, timeout=200)
     assert "-critic" in ran.stdout, ran.stderr
 

@@ -43,8 +43,9 @@ def commit(tree: Path) -> str:
 @needs_git
 def test_a_checkout_has_the_version_of_its_newest_tag(tree: Path) -> None:
     git(tree, "init", "--quiet")
-    first = commit(tree)
-    assert version_of(tree / "unickpt") == f"{UNTAGGED}.g{first}"
+    commit(tree)
+    second = commit(tree)
+    assert version_of(tree / "unickpt") == f"0.0.0.dev2+g{second}"
     git(tree, "tag", "v0.2.0")
     git(tree, "tag", "something-else")
     assert version_of(tree / "unickpt") == "0.2.0"
@@ -55,7 +56,7 @@ def test_a_checkout_has_the_version_of_its_newest_tag(tree: Path) -> None:
     assert version_of(tree / "unickpt") == "0.3.0rc1"
     git(tree, "tag", "--delete", "v0.3.0rc1")
     git(tree, "tag", "v9-of-something-else")
-    assert version_of(tree / "unickpt") == f"{UNTAGGED}.g{newest}"
+    assert version_of(tree / "unickpt") == f"0.0.0.dev4+g{newest}"
 
 
 @needs_git
@@ -66,7 +67,7 @@ def test_a_shallow_clone_without_tags_says_so(tree: Path, tmp_path: Path) -> Non
     git(tree, "tag", "v0.2.0")
     newest = commit(tree)
     git(tmp_path, "clone", "--quiet", "--no-tags", "--depth", "1", f"file://{tree}", "clone")
-    assert version_of(tmp_path / "clone" / "unickpt") == f"{UNTAGGED}.g{newest}"
+    assert version_of(tmp_path / "clone" / "unickpt") == f"{UNTAGGED}+g{newest}", "its commits are not those of the repository"
 
 
 @needs_git
@@ -75,7 +76,7 @@ def test_the_git_of_another_repository_does_not_count(tree: Path, monkeypatch: p
     git(tree, "init", "--quiet")
     newest = commit(tree)
     monkeypatch.setenv("GIT_DIR", str(REPO / ".git"))
-    assert version_of(tree / "unickpt") == f"{UNTAGGED}.g{newest}"
+    assert version_of(tree / "unickpt") == f"0.0.0.dev1+g{newest}"
     (tree / "pyproject.toml").write_text('[project]\nname = "another"\n')
     assert version_of(tree / "unickpt") == UNKNOWN
 
@@ -91,11 +92,13 @@ def test_every_version_is_one_that_pip_knows() -> None:
         unickpt.__version__,
         UNKNOWN,
         UNTAGGED,
-        f"{UNTAGGED}.g1a2b3c4",
+        f"{UNTAGGED}+g1a2b3c4",
+        "0.0.0.dev57+g1a2b3c4",
         "0.2.0.post3+g1a2b3c4",
         "0.2.0rc1.post3+g1a2b3c4",
     ):
         assert str(Version(text)) == text
+    assert Version(f"{UNTAGGED}+gfffffff") < Version("0.0.0.dev9+gfffffff") < Version("0.0.0.dev10+g1a2b3c4") < Version(UNKNOWN)
     assert Version("0.2.0") < Version("0.2.0.post3+g1a2b3c4") < Version("0.2.1")
 
 
