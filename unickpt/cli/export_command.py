@@ -18,7 +18,7 @@ from unickpt.cli.edit_common import counted_files, damage
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import locate_checkpoint
 from unickpt.cli.output import Output, human_bytes, progress_bar
-from unickpt.cli.parsers.export import DCP, DTYPES, FSDP, HF, TORCH_DIST, UNIVERSAL, VLLM
+from unickpt.cli.parsers.export import DCP, DTYPES, FSDP, HF, PEFT, TORCH_DIST, UNIVERSAL, VLLM
 from unickpt.transform.convert.deepspeed import universal_writer
 from unickpt.transform.convert.exported import Exported
 from unickpt.transform.convert.huggingface.files import CONFIG, configuration
@@ -28,6 +28,9 @@ from unickpt.transform.convert.huggingface.writer import ExportedModel, as_huggi
 from unickpt.transform.convert.megatron import dist_writer
 from unickpt.transform.convert.megatron.fsdp_writer import export_fsdp
 from unickpt.transform.convert.torch_dcp import writer
+from unickpt.transform.edit.merge_lora import ADAPTER_CONFIG
+from unickpt.transform.edit.peft_adapter import AdapterSettings, export_adapter
+from unickpt.transform.edit.table import table_of
 from unickpt.transform.quantise.encoding import CastEncoding
 
 JSON_SCHEMA = 1
@@ -43,14 +46,14 @@ def run(args: argparse.Namespace, out: Output) -> int:
         check_no_model(args.output)
     checkpoint = Checkpoint.open(directory)
     config = model_folder(args.config, directory)
-    if args.to != DCP:
+    if args.to not in (DCP, PEFT):
         under_names = dist_writer.as_megatron if args.to in MEGATRON else as_huggingface
         checkpoint = under_names(checkpoint, chosen=args.dialect, config=settings_of(config))
     lines = Output.for_lines(out, as_json=args.json)
     if checkpoint.unread:
         lines.line(f"left out, because no model reads them: {some(checkpoint.unread)}")
     problems = [] if args.no_verify else damage(checkpoint.storage, checkpoint.manifest, lines)
-    made = None if problems else _exported(checkpoint, args, config)
+    made = None if problems else _exported(checkpoint, args, config, directory)
     if made is not None:
         _tell(made, args, config, lines)
     if args.json:
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return DAMAGED if problems else SOUND
 
 
-def _exported(checkpoint: Checkpoint, args: argparse.Namespace, config: Path | None) -> Exported:
+def _exported(checkpoint: Checkpoint, args: argparse.Namespace, config: Path | None, directory: str) -> Exported:
     """Write the export.
 
     Raises:
@@ -68,6 +71,8 @@ def _exported(checkpoint: Checkpoint, args: argparse.Namespace, config: Path | N
         if args.to == UNIVERSAL:
             with progress_bar("export", universal_writer.size_bytes(checkpoint)) as advance:
                 return universal_writer.export(checkpoint, args.output, tag=args.tag, progress=advance)
+        if args.to == PEFT:
+            return _adapter(checkpoint, args, directory)
         if args.to == DCP:
             total = sum(info.size_bytes for info in checkpoint.index.tensors)
             with progress_bar("export", total) as advance:
@@ -75,6 +80,23 @@ def _exported(checkpoint: Checkpoint, args: argparse.Namespace, config: Path | N
         return _megatron(checkpoint, args) if args.to in MEGATRON else _huggingface(checkpoint, args, config)
     except OSError as err:
         raise UnickptError(f"{args.output}: cannot be written ({err})") from err
+
+
+def _adapter(checkpoint: Checkpoint, args: argparse.Namespace, directory: str) -> Exported:
+    file = args.lora_config
+    if file is None and args.lora_alpha is None:
+        beside = [] if is_url(directory) else [Path(directory) / ADAPTER_CONFIG, Path(directory).parent / ADAPTER_CONFIG]
+        file = next((path for path in beside if path.is_file()), None)
+        if file is None:
+            raise ConfigError(
+                f"{directory}: has no {ADAPTER_CONFIG} beside it; pass --lora-config PATH, or --lora-alpha N to make one"
+            )
+    settings = AdapterSettings(file, args.lora_alpha or 0.0, args.lora_rslora, args.lora_base)
+    dtype = torch_dtype(DTYPES[args.dtype]) if args.dtype else None
+    with progress_bar("export", sum(info.size_bytes for info in checkpoint.index.tensors if "lora_" in info.name)) as advance:
+        return export_adapter(
+            table_of(checkpoint), args.output, settings, adapter=args.lora_adapter, dtype=dtype, progress=advance
+        )
 
 
 def _document(
@@ -91,12 +113,26 @@ def _check_options(args: argparse.Namespace) -> None:
     model = f"--to {HF} or {VLLM}"
     holds = f"{output}: is a unickpt checkpoint, and an export would add other files to it; name another directory"
     for wrong, text in (
-        (to not in FOLDERS and args.dtype, f"--dtype needs {model}: masters and optimizer states are exported as they are"),
+        (
+            to not in (*FOLDERS, PEFT) and args.dtype,
+            f"--dtype needs {model} or {PEFT}: masters and optimizer states are exported as they are",
+        ),
         (to not in FOLDERS and args.with_code, f"--with-code needs {model}"),
         (to != VLLM and args.bits, f"--bits needs --to {VLLM}"),
         (
             to == DCP and (args.config or args.dialect),
             f"--config and --dialect have no effect with --to {DCP}, which keeps all names",
+        ),
+        (to == PEFT and (args.config or args.dialect), f"--config and --dialect have no effect with --to {PEFT}"),
+        (
+            to != PEFT
+            and (args.lora_config or args.lora_alpha is not None or args.lora_adapter or args.lora_base or args.lora_rslora),
+            f"options of adapters need --to {PEFT}; to merge them: unickpt edit --merge-lora",
+        ),
+        (args.lora_config and args.lora_alpha is not None, "--lora-config and --lora-alpha exclude each other"),
+        (
+            args.lora_alpha is None and (args.lora_rslora or args.lora_base),
+            "--lora-rslora and --lora-base need --lora-alpha; with --lora-config the file says it",
         ),
         (to != TORCH_DIST and args.expert_parallel, f"--expert-parallel needs --to {TORCH_DIST}"),
         (to != UNIVERSAL and args.tag, f"--tag needs --to {UNIVERSAL}"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.jobs.hf.jobs import (
     ResumedRun,
@@ -18,6 +20,7 @@ from tests.jobs.hf.jobs import (
     shipped,
 )  # fmt: skip
 from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.cli.main import main
 
 pytestmark = [pytest.mark.hf, pytest.mark.timeout(600)]
 
@@ -112,6 +115,16 @@ def test_only_adapters_are_trained_and_saved(resume: ResumedRun) -> None:
     checkpoint = Checkpoint.open(resume.uninterrupted / f"checkpoint-{resume.step}" / f"global_step{resume.step}")
     assert {info.name for info in checkpoint.index.tensors if info.kind != "object"} == trained
     assert set(checkpoint.manifest.excluded) == weights - trained
+
+
+def test_exported_adapters_are_those_that_trainer_saves(to_one: ResumedRun, tmp_path: Path) -> None:
+    """Of the engine's checkpoint alone, as a loop without Trainer leaves it."""
+    trainers = to_one.uninterrupted / f"checkpoint-{to_one.step}"
+    source = str(trainers / f"global_step{to_one.step}")
+    arguments = ["--to", "peft", "--lora-alpha", str(json.loads((trainers / "adapter_config.json").read_text())["lora_alpha"])]
+    assert main(["export", source, str(tmp_path / "adapter"), *arguments]) == 0
+    found, expected = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "adapter", trainers))
+    assert_same_state(found, expected)
 
 
 def test_a_resume_that_restores_no_trained_parameter_is_refused(work: Path, base: str, to_one: ResumedRun) -> None:

@@ -9,7 +9,8 @@ from unickpt.checkpoint.storage.base import is_url
 from unickpt.cli.parsers.common import add_json
 
 EXAMPLE = "unickpt export runs/a exported --to vllm --bits 4"
-HF, VLLM, UNIVERSAL, DCP, TORCH_DIST, FSDP = "hf", "vllm", "deepspeed-universal", "dcp", "torch-dist", "fsdp-dtensor"
+HF, VLLM, PEFT, UNIVERSAL, DCP = "hf", "vllm", "peft", "deepspeed-universal", "dcp"
+TORCH_DIST, FSDP = "torch-dist", "fsdp-dtensor"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -23,10 +24,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="FOLDER", type=_folder, help="output directory")
     parser.add_argument(
         "--to",
-        choices=(HF, VLLM, UNIVERSAL, DCP, TORCH_DIST, FSDP),
+        choices=(HF, VLLM, PEFT, UNIVERSAL, DCP, TORCH_DIST, FSDP),
         default=HF,
         help="hf (default): weights as safetensors, for from_pretrained of transformers. vllm: the same for vLLM, rounded to "
-        "--bits. deepspeed-universal: masters and "
+        "--bits. peft: LoRA adapters alone, for PeftModel.from_pretrained. deepspeed-universal: masters and "
         'optimizer states, for DeepSpeed with "checkpoint": {"load_universal": true}. dcp: weights and optimizer states under '
         "their own names, for torch.distributed.checkpoint. torch-dist: the same for Megatron with --ckpt-format torch_dist, "
         "under any parallel shape. fsdp-dtensor: the same for Megatron with --use-megatron-fsdp",
@@ -38,6 +39,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="folder of a model of the same kind: gives the configuration; --to hf and vllm copy config.json and the tokenizer "
         "from it (default: what the checkpoint keeps of its model, its folder, or the one above, as in a Trainer run)",
     )
+    lora = parser.add_argument_group("options of --to peft")
+    lora.add_argument(
+        "--lora-config",
+        type=Path,
+        metavar="PATH",
+        help="adapter_config.json, or its folder (default: in the folder of the checkpoint, or the one above)",
+    )
+    lora.add_argument(
+        "--lora-alpha",
+        type=float,
+        metavar="N",
+        help="without the file: make one. Scaling is N / rank; names and shapes say the rest",
+    )
+    lora.add_argument("--lora-rslora", action="store_true", help="with --lora-alpha: scaling is N / sqrt(rank)")
+    lora.add_argument("--lora-base", default="", metavar="MODEL", help="with --lora-alpha: base_model_name_or_path of the file")
+    lora.add_argument("--lora-adapter", default="", metavar="NAME", help="name of the adapter, if there are several")
     parser.add_argument("--with-code", action="store_true", help="copy *.py from --config, too (custom code of a model)")
     parser.add_argument(
         "--dialect", default="", metavar="FAMILY", help="family of the model, if nothing else tells it, or file of a dialect"

@@ -33,7 +33,7 @@ from unickpt.transform.edit.table import Table, TableEntry, count_of
 
 PREFIX = "base_model.model."
 ADAPTER_CONFIG = "adapter_config.json"
-_BASE, _SAVED, _ORIGINAL = ".base_layer.", ".modules_to_save.", ".original_module."
+_BASE, SAVED, _ORIGINAL = ".base_layer.", ".modules_to_save.", ".original_module."
 _GRID = 64  # rows
 # Settings of adapter_config.json that do not change how adapters are merged, or that are handled here. A setting of a
 # newer peft that is not listed and not off may change the arithmetic, so it is refused.
@@ -164,7 +164,7 @@ class MergeLora:
 
     def apply(self, table: Table) -> Table:
         bare = NoOptimizer().apply(table)
-        adapters, rest, adapter = _split_adapters(bare, self.adapter)
+        adapters, rest, adapter = split_adapters(bare, self.adapter)
         model = _plain(bare, rest, adapter)
         if self.base is not None and self.config.changed_base:
             raise MismatchError(
@@ -280,7 +280,7 @@ def _added(read: Reading, delta: _Delta, *, rounded: bool) -> Reading:
     return merged
 
 
-def _split_adapters(table: Table, chosen: str) -> tuple[dict[str, tuple[TableEntry, TableEntry, bool]], list[TableEntry], str]:
+def split_adapters(table: Table, chosen: str) -> tuple[dict[str, tuple[TableEntry, TableEntry, bool]], list[TableEntry], str]:
     """Separate adapters from other tensors.
 
     Returns:
@@ -343,7 +343,7 @@ def _plain(table: Table, rest: list[TableEntry], adapter: str) -> Table:
     known = {
         name for name in (*(entry.info.name for entry in less.tensors()), *less.aliases, *less.aliases.values(), *less.excluded)
     }
-    modules = {name.partition(_SAVED)[0] for name in known if f"{_SAVED}{adapter}." in name}
+    modules = {name.partition(SAVED)[0] for name in known if f"{SAVED}{adapter}." in name}
     new = {name: None if _adapter(name)[1] else _own_name(name, adapter, modules) for name in known}
     entries = [
         replace(entry, info=replace(entry.info, name=name))
@@ -373,7 +373,7 @@ def _own_name(name: str, adapter: str, modules: Collection[str]) -> str | None:
     module, original, parameter = name.partition(_ORIGINAL)
     if original:
         return None if module in modules else f"{module.removeprefix(PREFIX)}.{parameter}"
-    module, saved, parameter = name.partition(_SAVED)
+    module, saved, parameter = name.partition(SAVED)
     if saved:
         own, _, parameter = parameter.partition(".")
         return f"{module.removeprefix(PREFIX)}.{parameter}" if own == adapter else None

@@ -170,7 +170,8 @@ def _check_adapters(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> None
     adapter = beside if (beside / "adapter_config.json").is_file() else "ADAPTER_FOLDER"
     raise MismatchError(
         f"{where}: contains peft adapters ({adapters[0]}), which transformers would ignore. {base}: 'unickpt edit "
-        f"{where} MERGED --merge-lora --lora-config {adapter}{more}'; then 'unickpt export MERGED OUT{config}'"
+        f"{where} MERGED --merge-lora --lora-config {adapter}{more}'; then 'unickpt export MERGED OUT{config}'. The adapters "
+        f"alone: 'unickpt export {where} OUT --to peft'"
     )
 
 
