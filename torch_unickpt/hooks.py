@@ -43,6 +43,19 @@ def _save(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -
     return switched.save(wrapped, given, explicit=explicit)
 
 
+def _async_save(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+    given = _arguments(wrapped, args, kwargs)
+    writer, path = given["storage_writer"], given["checkpoint_id"]
+    explicit = _is(writer, "UnickptWriter", "torch_unickpt.dcp.storage")
+    here = _is(writer, "FileSystemWriter") or (writer is None and path is not None and "://" not in str(path))
+    own_copy = given.get("async_stager") is not None or not given.get("use_collectives", True)
+    if own_copy or not (explicit or (here and switch().saves)):
+        return wrapped(*args, **kwargs)
+    from torch_unickpt.dcp import switched
+
+    return switched.async_save(wrapped, given, explicit=explicit)
+
+
 def _load(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
     given = _arguments(wrapped, args, kwargs)
     reader = given["storage_reader"]
@@ -64,6 +77,11 @@ SAVE = declared(
     "torch.dcp.save", "torch.distributed.checkpoint.state_dict_saver", "_save_state_dict", _save,
     why="save chooses a storage writer by the path, from a closed list", parameters=("state_dict", "storage_writer", "no_dist"),
 )  # fmt: skip
+ASYNC_SAVE = declared(
+    "torch.dcp.async_save", "torch.distributed.checkpoint.state_dict_saver", "async_save", _async_save,
+    why="copies the state dict tensor by tensor into new memory before save is called",
+    parameters=("state_dict", "checkpoint_id", "storage_writer", "planner", "process_group", "no_dist"),
+)  # fmt: skip
 LOAD = declared(
     "torch.dcp.load", "torch.distributed.checkpoint.state_dict_loader", "_load_state_dict", _load,
     why="load chooses a storage reader by the path, from a closed list", parameters=("state_dict", "storage_reader", "no_dist"),
@@ -72,7 +90,9 @@ METADATA = declared(
     "torch.dcp.metadata", STORAGE, "FileSystemReader.read_metadata", _metadata,
     why="libraries ask torch's reader what a folder holds",
 )  # fmt: skip
-NEEDED = DECLARED = [SAVE, LOAD, METADATA]
+NEEDED = [SAVE, LOAD, METADATA]
+BESIDE = [ASYNC_SAVE]  # alone: without it, saves are copied by torch and written all the same
+DECLARED = [*NEEDED, *BESIDE]
 
 
 def _install(hook: hooks.Hook) -> bool:
@@ -80,9 +100,14 @@ def _install(hook: hooks.Hook) -> bool:
 
 
 # ``unickpt.base.autoload`` calls these after the import of a module
-install_saver = partial(_install, SAVE)
 install_loader = partial(_install, LOAD)
 install_storage = partial(_install, METADATA)
+
+
+def install_saver() -> bool:
+    """Install the hooks on saves, and return whether those that are needed are."""
+    _install(ASYNC_SAVE)
+    return _install(SAVE)
 
 
 def uninstall() -> None:

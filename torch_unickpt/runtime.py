@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -17,21 +18,23 @@ class Runtime:
     Attributes:
         owners: models that were saved or loaded; None before the first one.
         said: lines that were logged once.
+        saving: held by the thread that saves a state dict of DCP, which may be one of torch.
     """
 
     def __init__(self) -> None:
         self.owners: Owners | None = None
         self.said: set[str] = set()
-        self._savers: dict[SaveOptions, Saver] = {}
+        self.saving = threading.Lock()
+        self._savers: dict[tuple[str, SaveOptions], Saver] = {}
         self._owner_of: WeakKeyDictionary[Any, Owner] = WeakKeyDictionary()
 
-    def saver(self, options: SaveOptions) -> Saver:
-        """Return the saver of all saves with these options."""
+    def saver(self, options: SaveOptions, purpose: str = "training") -> Saver:
+        """Return the saver of all saves of a purpose with these options. One thread at a time makes those of a purpose."""
         from unickpt.checkpoint.save.saver import Saver
 
-        if options not in self._savers:
-            self._savers[options] = Saver(options)
-        return self._savers[options]
+        if (purpose, options) not in self._savers:
+            self._savers[purpose, options] = Saver(options)
+        return self._savers[purpose, options]
 
     def owner(self, model: Any) -> Owner:
         """Return the owner of a model's checkpoints."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ from unickpt.checkpoint.coordination.message_exchange import Message
 from unickpt.checkpoint.format.manifest import Writer
 from unickpt.checkpoint.save.dcp_mark import mark_for_dcp
 from unickpt.checkpoint.save.replaced import remove_replaced
-from unickpt.checkpoint.save.requests import SaveOptions, SaveRequest
+from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveRequest
 from unickpt.checkpoint.save.shards import Contribution
 from unickpt.checkpoint.storage.base import absolute, split
 from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE
@@ -121,31 +121,48 @@ class Bytes:
     data: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of a save.
+
+    Attributes:
+        directory: of the checkpoint. A path or a URL.
+        group: process group of the call. None: the default group.
+        alone: the call is of this process alone (``no_dist``).
+        options: of the save. ``asynchronous``: return after the copy.
+        stands_in: the caller saves in another way if this save would fail again.
+    """
+
+    directory: str
+    group: dist.ProcessGroup | None
+    alone: bool
+    options: SaveOptions = field(default_factory=SaveOptions)
+    stands_in: bool = False
+
+
 def save(
-    runtime: Runtime, parts: Parts | None, directory: str, *, group: dist.ProcessGroup | None, alone: bool,
-    failed: BaseException | None = None, options: SaveOptions | None = None, stands_in: bool = False,
-) -> Metadata:  # fmt: skip
+    runtime: Runtime, parts: Parts | None, call: Call, *, failed: BaseException | None = None,
+    on_end: Callable[[PendingSave], None] | None = None,
+) -> PendingSave:  # fmt: skip
     """Save the parts of all ranks. Every rank calls it.
 
     Args:
         runtime: state of the adapter.
         parts: of this rank; None if ``failed``.
-        directory: of the checkpoint. A path or a URL.
-        group: process group of the call. None: the default group.
-        alone: the call is of this process alone (``no_dist``).
+        call: arguments.
         failed: why this rank has no parts.
-        options: of the save.
-        stands_in: the caller saves in another way if this save would fail again.
+        on_end: called when the save has ended.
 
     Returns:
-        What DCP returns, of the tensors of this rank.
+        The save, which has ended unless it is asynchronous.
 
     Raises:
-        DcpSaveError: no checkpoint was written. Raised on every rank.
+        DcpSaveError: no checkpoint will be written. Raised on every rank.
     """
     make_visible()
-    ranks = Group() if alone else Group.of(group)
-    exchange = exchange_of(group, timeout_s=TIMEOUT_S, purpose="dcp-save", alone=alone)
+    directory = call.directory
+    ranks = Group() if call.alone else Group.of(call.group)
+    exchange = exchange_of(call.group, timeout_s=TIMEOUT_S, purpose="dcp-save", alone=call.alone)
     contents, keys, meshes = None, None, None
     if failed is None and parts is not None:
         try:
@@ -173,14 +190,19 @@ def save(
 
     save_dir, tag = split(absolute(directory))
     request = SaveRequest(
-        contribute, save_dir, tag, must_match={"step": step}, framework_stands_in=stands_in, failed=failed,
-        on_commit=_committed,
+        contribute, save_dir, tag, must_match={"step": step}, framework_stands_in=call.stands_in, failed=failed,
+        on_commit=_committed, on_end=on_end,
     )  # fmt: skip
-    pending = runtime.saver(options or SaveOptions()).save(request, exchange, asynchronous=False)
-    if pending.result is None or not pending.result.committed:
-        saves = pending.result is not None and pending.result.framework_saves
-        raise DcpSaveError(f"{pending.directory}: {pending.cause()}. Earlier checkpoints are intact.", framework_saves=saves)
-    return metadata_of(parts or Parts())
+    pending = runtime.saver(call.options, "dcp").save(request, exchange)
+    if pending.done and not pending.committed and not (pending.result is not None and pending.result.skipped):
+        raise failure_of(pending)
+    return pending
+
+
+def failure_of(pending: PendingSave) -> DcpSaveError:
+    """Return the error of a save that has ended without a checkpoint."""
+    saves = pending.result is not None and pending.result.framework_saves
+    return DcpSaveError(f"{pending.directory}: {pending.cause()}. Earlier checkpoints are intact.", framework_saves=saves)
 
 
 def _value_key(key: str) -> str:

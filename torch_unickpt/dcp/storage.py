@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -40,7 +41,7 @@ class UnickptWriter(StorageWriter):
         self, path: str | os.PathLike[str] = "", *, options: SaveOptions | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:  # fmt: skip
-        self.path, self.options, self.process_group = os.fspath(path), options, process_group
+        self.path, self.options, self.process_group = os.fspath(path), options or SaveOptions(), process_group
         self.alone = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,7 +73,8 @@ class UnickptWriter(StorageWriter):
         except Exception as err:  # the other ranks learn it in the save
             failed = err
         alone = self.alone or not (dist.is_available() and dist.is_initialized())
-        saving.save(RUNTIME, parts, self.path, group=self.process_group, alone=alone, failed=failed, options=self.options)
+        call = saving.Call(self.path, self.process_group, alone, replace(self.options, asynchronous=False))
+        saving.save(RUNTIME, parts, call, failed=failed)
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done

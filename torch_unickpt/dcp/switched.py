@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_unickpt.dcp import saving
 from torch_unickpt.dcp.reading import load_into, plans_alone
+from torch_unickpt.dcp.saving import Call, Parts
 from torch_unickpt.dcp.storage import UnickptReader, UnickptWriter
 from torch_unickpt.edge import RUNTIME
 from unickpt.api.group import exchange_of
@@ -20,6 +25,7 @@ from unickpt.base.switch import REASON
 from unickpt.checkpoint.format.file_names import DCP_MARK_FILE
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.load.validation import is_checkpoint
+from unickpt.checkpoint.save.requests import PendingSave, SaveOptions
 from unickpt.checkpoint.storage.base import absolute
 from unickpt.checkpoint.storage.open import open_storage
 
@@ -39,29 +45,20 @@ def save(wrapped: Callable[..., Any], given: Mapping[str, Any], *, explicit: boo
     Under the switch torch saves instead if another attempt would fail in the same way.
     """
     make_visible()
-    writer, group, alone = given["storage_writer"], given["process_group"], bool(given["no_dist"])
-    directory = absolute(os.fspath(writer.path))
-    parts, failed, direct = None, None, saving.is_default(given["planner"])
-    if direct:
-        try:
-            parts = saving.parts_of(given["state_dict"], given["planner"] or DefaultSavePlanner())
-        except Exception as err:  # the other ranks learn it in the save
-            failed = err
-        exchange = exchange_of(group, timeout_s=saving.TIMEOUT_S, purpose="dcp-route", alone=alone)
-        own = {"direct": parts is not None or failed is not None}
-        direct = exchange.combined("route", own, lambda every: {"direct": all(each["direct"] for each in every)})["direct"]
-    first = alone or not dist.is_initialized() or dist.get_rank(group) == 0
-    if not explicit and first and RUNTIME.is_news(f"{REASON}: dcp"):
-        logger.info("unickpt: %s: torch.distributed.checkpoint.save writes unickpt checkpoints.", REASON)
-    options = writer.options if explicit else None
+    writer = given["storage_writer"]
+    options = replace(writer.options, asynchronous=False) if explicit else SaveOptions()
+    call = Call(absolute(os.fspath(writer.path)), given["process_group"], bool(given["no_dist"]), options, not explicit)
+    first = _is_first(call)
+    _note_switch(first, explicit=explicit)
     try:
-        if direct:
-            return saving.save(
-                RUNTIME, parts, directory, group=group, alone=alone, failed=failed, options=options, stands_in=not explicit
-            )
-        planned = UnickptWriter(directory, options=options, process_group=group)
-        planned.alone = alone
-        return wrapped(**{**given, "storage_writer": planned})
+        with RUNTIME.saving:
+            parts, failed, direct = _direct(given["state_dict"], given["planner"], call)
+            if direct:
+                saving.save(RUNTIME, parts, call, failed=failed)
+                return saving.metadata_of(parts or Parts())
+            planned = UnickptWriter(call.directory, options=options, process_group=call.group)
+            planned.alone = call.alone
+            return wrapped(**{**given, "storage_writer": planned})
     except UnickptError as err:
         if explicit or not getattr(err, "framework_saves", False):
             raise
@@ -69,8 +66,60 @@ def save(wrapped: Callable[..., Any], given: Mapping[str, Any], *, explicit: boo
             logger.warning("unickpt: %s torch saves this checkpoint in its own format instead.", err)
     saved = wrapped(**given)
     if first:
-        open_storage(directory).delete(MANIFEST_FILE)  # of an earlier save: it would be loaded instead
+        open_storage(call.directory).delete(MANIFEST_FILE)  # of an earlier save: it would be loaded instead
     return saved
+
+
+def _direct(state_dict: Any, planner: Any, call: Call) -> tuple[Parts | None, Exception | None, bool]:
+    """Return the parts of this rank, why there are none, and whether no rank needs the messages of DCP."""
+    if not saving.is_default(planner):
+        return None, None, False
+    parts, failed = None, None
+    try:
+        parts = saving.parts_of(state_dict, planner or DefaultSavePlanner())
+    except Exception as err:  # the other ranks learn it in the save
+        failed = err
+    exchange = exchange_of(call.group, timeout_s=saving.TIMEOUT_S, purpose="dcp-route", alone=call.alone)
+    own = {"direct": parts is not None or failed is not None}
+    direct = exchange.combined("route", own, lambda every: {"direct": all(each["direct"] for each in every)})["direct"]
+    return parts, failed, direct
+
+
+def _is_first(call: Call) -> bool:
+    return call.alone or not dist.is_initialized() or dist.get_rank(call.group) == 0
+
+
+def _note_switch(first: bool, *, explicit: bool) -> None:
+    if not explicit and first and RUNTIME.is_news(f"{REASON}: dcp"):
+        logger.info("unickpt: %s: torch.distributed.checkpoint.save writes unickpt checkpoints.", REASON)
+
+
+def async_save(wrapped: Callable[..., Any], given: Mapping[str, Any], *, explicit: bool) -> Any:
+    """Save the state dict of a call of ``async_save``: return after the copy. A thread of this process writes it.
+
+    Returns:
+        A future of what ``save`` returns. ``result`` raises if no checkpoint was written.
+    """
+    make_visible()
+    writer, alone = given["storage_writer"], bool(given["no_dist"]) or not dist.is_initialized()
+    path = os.fspath(given["checkpoint_id"] or writer.path)
+    options = replace(writer.options if explicit else SaveOptions(), asynchronous=True)
+    call = Call(absolute(path), given["process_group"], alone, options, not explicit)
+    state_dict = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in given["state_dict"].items()}
+    done: Future[Any] = Future()
+    _note_switch(_is_first(call), explicit=explicit)
+    with RUNTIME.saving:
+        parts, failed, direct = _direct(state_dict, given["planner"], call)
+        if direct:
+            metadata = saving.metadata_of(parts or Parts())
+
+            def ended(pending: PendingSave) -> None:
+                done.set_result(metadata) if pending.committed else done.set_exception(saving.failure_of(pending))
+
+            with contextlib.suppress(saving.DcpSaveError):
+                saving.save(RUNTIME, parts, call, failed=failed, on_end=ended)
+                return done
+    return wrapped(**{**given, "state_dict": state_dict})  # ends in ``save``, which knows what to do
 
 
 def load(wrapped: Callable[..., Any], given: Mapping[str, Any], *, explicit: bool) -> Any:

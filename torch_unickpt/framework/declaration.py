@@ -11,6 +11,7 @@ from unickpt.base.hooks import Hook
 _SOURCE = "https://github.com/pytorch/pytorch/blob/main"
 FINGERPRINTS = {
     "torch.dcp.save": frozenset({"a90ae93e5181"}),
+    "torch.dcp.async_save": frozenset({"077d7713d5d7"}),
     "torch.dcp.load": frozenset({"816fdbbcd991"}),
     "torch.dcp.metadata": frozenset({"46c49b5800fc"}),
 }
