@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Holders:
     world: int = 1
     others: Mapping[str, Ranks] | None = field(default=None, repr=False)
     twins: Mapping[Ranks, Sequence[Ranks]] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[Ranks, Ranks], Ranks] = field(default_factory=dict, repr=False)
 
     def of(self, key: str) -> Ranks | range:
         """Return the ranks with a key, ascending."""
@@ -44,14 +46,20 @@ class Holders:
 
     def copies(self, value: Any, ranks: Ranks, group: Group) -> Ranks:
         """Return the ranks of a group with the same box of a DTensor as this rank. ``ranks``: those of its mesh alone."""
+        if not self.twins:
+            return ranks
         mesh = ranks_of(value.device_mesh)
         every = self.twins.get(mesh, ())
         if len(every) < 2:
             return ranks
+        if (mesh, ranks) in self._known:
+            return self._known[mesh, ranks]
         places = [at for at, rank in enumerate(group.among((each,))[:1] for each in mesh) if rank and rank[0] in ranks]
-        return group.among(other[place] for other in every for place in places)
+        self._known[mesh, ranks] = group.among(other[place] for other in every for place in places)
+        return self._known[mesh, ranks]
 
 
+@lru_cache(maxsize=64)
 def ranks_of(mesh: Any) -> Ranks:
     """Return the global ranks of a device mesh, in row-major order."""
     return tuple(mesh.mesh.reshape(-1).tolist())
