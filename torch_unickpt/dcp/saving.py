@@ -44,7 +44,7 @@ TIMEOUT_S = 1800.0
 class DcpSaveError(SaveFailedError):
     """A save of a state dict failed. ``framework_saves``: the save of torch itself may succeed."""
 
-    def __init__(self, text: str, *, framework_saves: bool) -> None:
+    def __init__(self, text: str, *, framework_saves: bool = False) -> None:  # pickled by its text and its members
         super().__init__(text)
         self.framework_saves = framework_saves
 
