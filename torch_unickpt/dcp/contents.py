@@ -40,16 +40,24 @@ class Contents:
     paths: dict[str, Path] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[str, Value]], others: Mapping[str, Any], paths: Mapping[str, Path]) -> Contents:
+    def of(
+        cls,
+        tensors: Iterable[tuple[str, Value]],
+        others: Mapping[str, Any],
+        paths: Mapping[str, Path],
+        tree: Tree | None = None,
+    ) -> Contents:
         """Return what a state dict holds.
 
         Args:
             tensors: keys, and tensors or parts of them.
             others: other values by key.
             paths: paths by key; empty if the state dict was not flattened.
+            tree: that of all ranks. None: that of these keys.
         """
         tensors = list(tensors)
-        found = cls(Tree.of((key for key, _ in tensors), others))
+        keys = [key for key, _ in tensors]
+        found = cls(Tree.of(keys, others) if tree is None else tree.over(keys))
         shapes = {found.tree.name_of(key): _shape(value) for key, value in tensors}
         scalars: dict[str, dict[str, Any]] = {}
         for key, value in tensors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,16 +21,17 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from torch_unickpt import describe
 from torch_unickpt.dcp.contents import OBJECT, Contents
+from torch_unickpt.dcp.tree import Tree
 from torch_unickpt.runtime import Runtime
 from unickpt import __version__
 from unickpt.api.dtensors import is_dtensor
 from unickpt.api.group import Group, exchange_of
-from unickpt.api.holders import agreed_holders, mesh_digests
+from unickpt.api.holders import Holders, agreed_holders, mesh_digests
 from unickpt.api.state import LocalShard, Value
 from unickpt.base.errors import SaveFailedError
 from unickpt.base.logs import make_visible
 from unickpt.checkpoint.checkpoint_folder import step_named
-from unickpt.checkpoint.coordination.message_exchange import Message
+from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.format.manifest import Writer
 from unickpt.checkpoint.save.dcp_mark import mark_for_dcp
 from unickpt.checkpoint.save.replaced import remove_replaced
@@ -39,6 +41,7 @@ from unickpt.checkpoint.storage.base import absolute, split
 from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE
 
 TIMEOUT_S = 1800.0
+_TREE = "tree "
 
 
 class DcpSaveError(SaveFailedError):
@@ -67,8 +70,15 @@ class Parts:
 
 
 def is_default(planner: SavePlanner | None) -> bool:
-    """Whether a planner plans as DCP does by default, so that ranks can describe their parts without its messages."""
-    return planner is None or type(planner) is DefaultSavePlanner
+    """Whether a planner plans as DCP does by default, so that ranks can describe their parts without its messages.
+
+    A class that only sets other arguments, such as the name of a cache of plans, does.
+    """
+    kind, names = type(planner), [name for name in dir(DefaultSavePlanner) if callable(getattr(DefaultSavePlanner, name))]
+    return planner is None or (
+        isinstance(planner, DefaultSavePlanner)
+        and all(getattr(kind, name) is getattr(DefaultSavePlanner, name) for name in names if not name.startswith("__"))
+    )
 
 
 def parts_of(state_dict: Mapping[str, Any], planner: DefaultSavePlanner) -> Parts | None:
@@ -163,15 +173,7 @@ def save(
     directory = call.directory
     ranks = Group() if call.alone else Group.of(call.group)
     exchange = exchange_of(call.group, timeout_s=TIMEOUT_S, purpose="dcp-save", alone=call.alone)
-    contents, keys, meshes = None, None, None
-    if failed is None and parts is not None:
-        try:
-            contents = Contents.of(parts.tensors, parts.others, parts.paths)
-            keys = [*(item.text for item in contents.items if item.plain), *map(_value_key, contents.values)]
-            meshes = mesh_digests((item.key, item.value) for item in contents.items if is_dtensor(item.value))
-        except Exception as err:  # the other ranks learn it in the save
-            failed = err
-    holders = agreed_holders(exchange, keys, meshes)
+    contents, holders, failed = _agreed(exchange, parts, failed)
     step = step_named(directory)
 
     def contribute(_: Message) -> Contribution:
@@ -203,6 +205,34 @@ def failure_of(pending: PendingSave) -> DcpSaveError:
     """Return the error of a save that has ended without a checkpoint."""
     saves = pending.result is not None and pending.result.framework_saves
     return DcpSaveError(f"{pending.directory}: {pending.cause()}. Earlier checkpoints are intact.", framework_saves=saves)
+
+
+def _agreed(
+    exchange: MessageExchange, parts: Parts | None, failed: BaseException | None
+) -> tuple[Contents | None, Holders, BaseException | None]:
+    """Agree on where model and optimizer lie, and on which ranks hold the same. Every rank calls it.
+
+    A rank whose planner has left it no settings does not see that its tensors are states of an optimizer.
+
+    Returns:
+        The contents of this rank, None if it failed; which ranks hold the same; why this rank failed.
+    """
+    tree: Tree | None = None
+    while True:
+        contents, keys, meshes = None, None, None
+        if failed is None and parts is not None:
+            try:
+                contents = Contents.of(parts.tensors, parts.others, parts.paths, tree)
+                keys = [*(item.text for item in contents.items if item.plain), *map(_value_key, contents.values)]
+                keys.append(_TREE + json.dumps(contents.tree.as_json()))
+                meshes = mesh_digests((item.key, item.value) for item in contents.items if is_dtensor(item.value))
+            except Exception as err:  # the other ranks learn it in the save
+                failed = err
+        holders = agreed_holders(exchange, keys, meshes)
+        trees = [key.removeprefix(_TREE) for key in holders.others or () if key.startswith(_TREE)]
+        if len(trees) < 2:
+            return contents, holders, failed
+        tree = Tree.joined(Tree.from_json(json.loads(each)) for each in trees)
 
 
 def _value_key(key: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unickpt.checkpoint.state.filling import WEIGHT
@@ -47,11 +47,23 @@ class Tree:
         groups = "" if optimizer is None else optimizer + _GROUPS
         settings = [each[len(groups) :] for each in every if each.startswith(groups)]
         flat = optimizer is not None and not any(map(_GROUP.fullmatch, settings))
-        found = cls(_model_prefix(tensors, optimizer), optimizer, flat)
-        names = [found.name_of(key) for key in tensors]
+        return cls(_model_prefix(tensors, optimizer), optimizer, flat).over(tensors)
+
+    def over(self, tensors: Iterable[str]) -> Tree:
+        """Return this tree with those keys of tensors as generic that it cannot name."""
+        keys = sorted(set(tensors) - self.generic)
+        names = [self.name_of(key) for key in keys]
         repeated = {name for name, count in Counter(names).items() if count > 1}
-        odd = frozenset(k for k, name in zip(tensors, names, strict=True) if name in repeated or found.key_of(*name) != k)
-        return cls(found.model, found.optimizer, found.flat, odd)
+        odd = {key for key, name in zip(keys, names, strict=True) if name in repeated or self.key_of(*name) != key}
+        return replace(self, generic=self.generic | odd)
+
+    @classmethod
+    def joined(cls, trees: Iterable[Tree]) -> Tree:
+        """Return one tree for ranks with several: of one that has seen an optimizer, and what any rank cannot name."""
+        trees = list(trees)
+        best = min(trees, key=lambda each: (each.optimizer is None, each.model, each.optimizer or "", each.flat))
+        alike = (each.generic for each in trees if replace(each, generic=best.generic) == best)
+        return replace(best, generic=frozenset().union(*alike))
 
     @classmethod
     def from_json(cls, value: Any) -> Tree:

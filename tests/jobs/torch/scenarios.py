@@ -195,6 +195,39 @@ def planners_of_their_own_kind_are_asked(folder: Path) -> None:
 
 
 @scenario(2)
+def planners_of_their_own_kind_save_an_optimizer(folder: Path) -> None:
+    class Named(DefaultSavePlanner):  # plans as DCP does
+        def __init__(self) -> None:
+            super().__init__(enable_plan_caching=True)
+            self._cached_plans_key = type(self).__name__
+
+    class Finishing(Named):  # its plan gives values that all ranks have, such as settings, to the first one alone
+        def finish_plan(self, new_plan: Any) -> Any:
+            return super().finish_plan(new_plan)
+
+    job = _job("fsdp2", 1)
+    for planner in (Named, Finishing):
+        for again in range(2):  # the second time with a plan from the cache
+            job.train(1)
+            place = folder / f"{planner.__name__}-{again}"
+            with _switched():
+                dcp.save(
+                    {"optim": _state_dict(job, flat=True)["optimizer"], "sched": {"n": 1}},
+                    checkpoint_id=place,
+                    planner=planner(),
+                )
+            assert (place / "manifest.json").exists()
+            other = _job("ddp2", 4)
+            state = _state_dict(other, flat=True)
+            found = {"optim": state["optimizer"], "sched": {"n": 0}}
+            dcp.load(found, checkpoint_id=place)
+            _set(other, {**state, "optimizer": found["optim"]}, flat=True)
+            assert found["sched"] == {"n": 1}
+            different = _apart(job.truth(), other.truth())
+            assert [each for each in different if "exp_avg" in each or "lr" in each] == []
+
+
+@scenario(2)
 def a_writer_and_a_reader_are_passed_explicitly(folder: Path) -> None:
     job = _job("fsdp2", 1)
     options = unickpt.SaveOptions(retention=unickpt.Retention(keep_last=1))
