@@ -224,20 +224,30 @@ def load_training(
 
     Each rank reads only what it holds. After the load the optimizer has exactly the states of the checkpoint.
 
+    Example:
+        Continue a run of DeepSpeed, and see what became of every state::
+
+            start = unickpt.load_training(model, optimizer, "deepspeed_out", scheduler=scheduler)
+            print(start.step, start.samples, *start.report.lines(), sep="\n")
+
     Args:
         model: as for ``save_training``. Its parameters have memory: after a start on the meta device, call
             ``model.to_empty(device=...)`` before.
         optimizer: as for ``save_training``. None: only the weights are loaded.
         directory: a checkpoint, or a folder of checkpoints, of which the one that ``latest`` names is loaded.
-        scheduler, loader, stateful: as for ``save_training``.
+        scheduler: as for ``save_training``. Of another framework's checkpoint it takes the position.
+        loader: as for ``save_training``. With another number of ranks it needs ``reshard``.
+        stateful: as for ``save_training``.
         fall_back: load the newest complete older checkpoint of the folder if one is damaged.
         strict: raise an error if the checkpoint has parameters that the model lacks.
         missing_state: what to do about states of the optimizer that the checkpoint lacks. ``error``: nothing is loaded.
             ``fresh``: they start anew.
         restore_rng: restore the generators of Python, NumPy and torch.
         dialect: family of the model, or path of a dialect file, if a checkpoint of another framework does not tell.
-        verify, allow_pickle: as for ``unickpt.load_checkpoint``.
-        group, timeout_s: as for ``save_training``.
+        verify: as for ``unickpt.load_checkpoint``.
+        allow_pickle: as for ``unickpt.load_checkpoint``.
+        group: as for ``save_training``.
+        timeout_s: seconds to wait for the other ranks.
 
     Returns:
         Step, samples, what was saved as ``client_state``, and the report.
