@@ -38,6 +38,7 @@ MEGATRON = {
 }
 TORCH = {
     "torch.distributed.checkpoint.filesystem": "torch_unickpt.hooks:install_storage",
+    "torch.distributed.checkpoint.hf_storage": "torch_unickpt.hooks:install_hf_storage",
     "torch.distributed.checkpoint.state_dict_saver": "torch_unickpt.hooks:install_saver",
     "torch.distributed.checkpoint.state_dict_loader": "torch_unickpt.hooks:install_loader",
 }

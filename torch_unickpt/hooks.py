@@ -17,6 +17,7 @@ from unickpt.base import hooks
 from unickpt.base.switch import switch
 
 STORAGE = "torch.distributed.checkpoint.filesystem"
+HF_STORAGE = "torch.distributed.checkpoint.hf_storage"
 
 
 def _arguments(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def _load(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -
     given = _arguments(wrapped, args, kwargs)
     reader = given["storage_reader"]
     explicit = _is(reader, "UnickptReader", "torch_unickpt.dcp.storage")
-    if not explicit and not _is(reader, "FileSystemReader"):
+    if not explicit and not _is(reader, "FileSystemReader") and not _is(reader, "HuggingFaceStorageReader", HF_STORAGE):
         return wrapped(*args, **kwargs)
     from torch_unickpt.dcp import switched
 
@@ -90,7 +91,11 @@ METADATA = declared(
     "torch.dcp.metadata", STORAGE, "FileSystemReader.read_metadata", _metadata,
     why="libraries ask torch's reader what a folder holds",
 )  # fmt: skip
-NEEDED = [SAVE, LOAD, METADATA]
+HF_METADATA = declared(
+    "torch.dcp.hf_metadata", HF_STORAGE, "HuggingFaceStorageReader.read_metadata", _metadata,
+    why="libraries take a folder for Hugging Face's if it has any safetensors file",
+)  # fmt: skip
+NEEDED = [SAVE, LOAD, METADATA, HF_METADATA]
 BESIDE = [ASYNC_SAVE]  # alone: without it, saves are copied by torch and written all the same
 DECLARED = [*NEEDED, *BESIDE]
 
@@ -102,6 +107,7 @@ def _install(hook: hooks.Hook) -> bool:
 # ``unickpt.base.autoload`` calls these after the import of a module
 install_loader = partial(_install, LOAD)
 install_storage = partial(_install, METADATA)
+install_hf_storage = partial(_install, HF_METADATA)
 
 
 def install_saver() -> bool:

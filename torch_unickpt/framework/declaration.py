@@ -14,6 +14,7 @@ FINGERPRINTS = {
     "torch.dcp.async_save": frozenset({"077d7713d5d7"}),
     "torch.dcp.load": frozenset({"816fdbbcd991"}),
     "torch.dcp.metadata": frozenset({"46c49b5800fc"}),
+    "torch.dcp.hf_metadata": frozenset({"690827a42058"}),
 }
 
 

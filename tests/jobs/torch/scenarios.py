@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
@@ -169,6 +169,19 @@ def what_reads_the_metadata_of_torch_gets_that_of_the_checkpoint(folder: Path) -
     whole = _load_state_dict_from_keys({"model", "step"}, checkpoint_id=folder / "step-1")
     assert whole["step"] == 1
     assert torch.equal(whole["model"]["wide.weight"], job.truth()["wide.weight"])
+
+
+@scenario(2)
+def a_reader_of_hugging_face_files_finds_a_checkpoint(folder: Path) -> None:
+    """AutoModel takes a folder with any ``*.safetensors`` for one of Hugging Face's files, and so for its reader."""
+    job = _job("fsdp2", 1)
+    with _switched():
+        dcp.save(job.module.state_dict(), checkpoint_id=folder / "step-1")
+    other = _job("fsdp2", 5)
+    reader = HuggingFaceStorageReader(str(folder / "step-1"))
+    assert reader.read_metadata().state_dict_metadata["wide.weight"].size == (11, 12)
+    dcp.load(other.module.state_dict(), storage_reader=reader)
+    assert torch.equal(job.truth()["wide.weight"], other.truth()["wide.weight"])
 
 
 @scenario(2)
