@@ -42,6 +42,10 @@ TORCH = {
     "torch.distributed.checkpoint.state_dict_saver": "torch_unickpt.hooks:install_saver",
     "torch.distributed.checkpoint.state_dict_loader": "torch_unickpt.hooks:install_loader",
 }
+TORCH_TIMING = {  # only if the environment asks for timing: ``import torch`` imports the first of them
+    "torch.nn.parallel.distributed": "torch_unickpt.hooks:install_ddp",
+    "torch.distributed.fsdp._fully_shard._fully_shard": "torch_unickpt.hooks:install_fsdp",
+}
 _OFF = ("", "0", "false", "no", "off")
 _watched: dict[str, str] = {}
 
@@ -53,6 +57,8 @@ def arm() -> None:
             watch(DEEPSPEED)
             watch(MEGATRON)
             watch(TORCH)
+            if os.environ.get("UNICKPT_TIMING"):
+                watch(TORCH_TIMING)
             _note_worker()
             if os.environ.get("UNICKPT_AGENT"):  # a worker of ``torchrun --rdzv-backend unickpt`` ends with its agent
                 _install("unickpt.base.launcher_watch:end_with_launcher")

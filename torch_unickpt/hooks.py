@@ -14,7 +14,7 @@ from typing import Any
 from torch_unickpt.framework.declaration import declared
 from torch_unickpt.framework.versions import FRAMEWORK, version
 from unickpt.base import hooks
-from unickpt.base.switch import switch
+from unickpt.base.switch import switch, times
 
 STORAGE = "torch.distributed.checkpoint.filesystem"
 HF_STORAGE = "torch.distributed.checkpoint.hf_storage"
@@ -74,6 +74,17 @@ def _metadata(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any
     return switched.metadata(wrapped, instance, args, kwargs)
 
 
+def _timed(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+    """Time the collectives of a job that wraps a model, from before the first of them."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        from unickpt.api.timing import time_collectives
+
+        time_collectives()
+    return wrapped(*args, **kwargs)
+
+
 SAVE = declared(
     "torch.dcp.save", "torch.distributed.checkpoint.state_dict_saver", "_save_state_dict", _save,
     why="save chooses a storage writer by the path, from a closed list", parameters=("state_dict", "storage_writer", "no_dist"),
@@ -95,9 +106,18 @@ HF_METADATA = declared(
     "torch.dcp.hf_metadata", HF_STORAGE, "HuggingFaceStorageReader.read_metadata", _metadata,
     why="libraries take a folder for Hugging Face's if it has any safetensors file",
 )  # fmt: skip
+DDP = declared(
+    "torch.timing.ddp", "torch.nn.parallel.distributed", "DistributedDataParallel.__init__", _timed,
+    why="no callback when a model is wrapped, before its first collectives",
+)  # fmt: skip
+FSDP = declared(
+    "torch.timing.fsdp", "torch.distributed.fsdp._fully_shard._fully_shard", "fully_shard", _timed,
+    why="no callback when a model is wrapped, before its first collectives",
+)  # fmt: skip
 NEEDED = [SAVE, LOAD, METADATA, HF_METADATA]
 BESIDE = [ASYNC_SAVE]  # alone: without it, saves are copied by torch and written all the same
-DECLARED = [*NEEDED, *BESIDE]
+OPTIONAL = [DDP, FSDP]  # installed only if the environment asks for timing
+DECLARED = [*NEEDED, *BESIDE, *OPTIONAL]
 
 
 def _install(hook: hooks.Hook) -> bool:
@@ -114,6 +134,15 @@ def install_saver() -> bool:
     """Install the hooks on saves, and return whether those that are needed are."""
     _install(ASYNC_SAVE)
     return _install(SAVE)
+
+
+def _install_timing(hook: hooks.Hook) -> bool:
+    if not times():
+        return False
+    return hooks.install([hook], framework=FRAMEWORK, version=version(), lost="collectives of plain torch are not timed")
+
+
+install_ddp, install_fsdp = partial(_install_timing, DDP), partial(_install_timing, FSDP)
 
 
 def uninstall() -> None:

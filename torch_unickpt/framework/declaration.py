@@ -13,6 +13,8 @@ FINGERPRINTS = {
     "torch.dcp.save": frozenset({"a90ae93e5181"}),
     "torch.dcp.async_save": frozenset({"077d7713d5d7"}),
     "torch.dcp.load": frozenset({"816fdbbcd991"}),
+    "torch.timing.ddp": frozenset({"edeca76c32b0", "8c9e53e7d816"}),
+    "torch.timing.fsdp": frozenset({"12613d78c56e", "8c50e63ef8c6"}),
     "torch.dcp.metadata": frozenset({"46c49b5800fc"}),
     "torch.dcp.hf_metadata": frozenset({"690827a42058"}),
 }
