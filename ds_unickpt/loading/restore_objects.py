@@ -102,13 +102,16 @@ class RestoredObjects:
                 self._object(key, "left out", "load_module_only")
             self._object("client_state", "restored")
             return self._client_state(saved)
-        counters = saved.get("engine") or {}
+        step = self.checkpoint.manifest.step
+        counters = saved.get("engine") or {"global_steps": step}
         for key in ("global_steps", "global_samples", "skipped_steps"):
             setattr(self.engine, key, int(counters.get(key, 0)))
         topology = self.checkpoint.manifest.writer.topology
         self.engine.loaded_checkpoint_dp_world_size = topology.get("data", topology.get("world_size"))
         self.engine.loaded_checkpoint_mp_world_size = topology.get("tensor", topology.get("pipeline", 1))
         counted = [note for note in self._notes if note.outcome == "set"]
+        if saved.get("engine") is None and not counted:
+            counted = [Entry("engine", "object", "set", f"global_steps {step:,}: the checkpoint counts no samples")]
         self.report.entries += counted or [Entry("engine", "object", "restored")]
         self._set_scheduler(saved.get("lr_scheduler"), saved.get(SCHEDULE))
         self._set_loss_scaler(saved.get("loss_scaler"))

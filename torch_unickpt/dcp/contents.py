@@ -108,6 +108,13 @@ class Contents:
             self.paths.setdefault(prefix + key, (*prefix.rstrip(".").split("."), key))
         return replace(found, left_out=())
 
+    @property
+    def steps(self) -> int:
+        """Steps of the optimizer; 0 if its states do not count them."""
+        scalars = () if self.record is None else self.record.scalars
+        found = [each.hyperparameters.get("step") for each in scalars]
+        return max((int(each) for each in found if isinstance(each, (int, float)) and each >= 0), default=0)
+
     def objects(self, own: Iterable[str]) -> dict[str, Any]:
         """Return what the objects of the job have. ``own``: keys of the values that the first rank stores."""
         own = set(own)

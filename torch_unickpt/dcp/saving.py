@@ -174,10 +174,10 @@ def save(
     ranks = Group() if call.alone else Group.of(call.group)
     exchange = exchange_of(call.group, timeout_s=TIMEOUT_S, purpose="dcp-save", alone=call.alone)
     contents, holders, failed = _agreed(exchange, parts, failed)
-    step = step_named(directory)
 
     def contribute(_: Message) -> Contribution:
         assert contents is not None
+        step = step_named(directory) or contents.steps
         held = describe.description(contents.items, holders, ranks)
         first = ranks.rank == 0
         own = [key for key in contents.values if holders.first(_value_key(key)) == ranks.rank]
@@ -192,7 +192,7 @@ def save(
 
     save_dir, tag = split(absolute(directory))
     request = SaveRequest(
-        contribute, save_dir, tag, must_match={"step": step}, framework_stands_in=call.stands_in, failed=failed,
+        contribute, save_dir, tag, framework_stands_in=call.stands_in, failed=failed,
         on_commit=_committed, on_end=on_end,
     )  # fmt: skip
     pending = runtime.saver(call.options, "dcp").save(request, exchange)

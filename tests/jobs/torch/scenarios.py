@@ -315,10 +315,11 @@ def a_state_dict_and_a_training_load_each_other(folder: Path) -> None:
     job = _job("fsdp2", 1)
     job.train(2)
     with _switched():
-        dcp.save(_state_dict(job), checkpoint_id=folder / "step-1")
+        dcp.save(_state_dict(job), checkpoint_id=folder / "last")
     unickpt.save_training(job.model, job.optimizer, folder / "step-2", step=2)
     other = _job("ddp2", 3)
-    unickpt.load_training(other.model, other.optimizer, folder / "step-1")
+    unickpt.load_training(other.model, other.optimizer, folder / "last")
+    assert Checkpoint.open(folder / "last").manifest.step == 2, "as the optimizer counts"
     assert _apart(job.truth(), other.truth()) == []
     other = _job("fsdp2", 3)
     state = _state_dict(other) | {"step": 0}
