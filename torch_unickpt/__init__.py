@@ -11,14 +11,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch_unickpt.dcp.storage import UnickptReader, UnickptWriter
     from torch_unickpt.training import StartingPoint, load_training, resume_or_start, save_training
+    from unickpt.base.options.job import MemoryOptions
 
 _MODULES = {
+    "unickpt.base.options.job": ("MemoryOptions",),
     "torch_unickpt.dcp.storage": ("UnickptReader", "UnickptWriter"),
     "torch_unickpt.training": ("StartingPoint", "load_training", "resume_or_start", "save_training"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = ["StartingPoint", "UnickptReader", "UnickptWriter", "load_training", "resume_or_start", "save_training"]
+__all__ = [
+    "MemoryOptions",
+    "StartingPoint",
+    "UnickptReader",
+    "UnickptWriter",
+    "load_training",
+    "resume_or_start",
+    "save_training",
+]
 
 
 def __getattr__(name: str) -> Any:

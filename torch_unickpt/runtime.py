@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
+    from unickpt.base.options.job import MemoryOptions
     from unickpt.checkpoint.coordination.owners import Owner, Owners
+    from unickpt.checkpoint.memory.tier import MemoryTier
     from unickpt.checkpoint.save.requests import SaveOptions
     from unickpt.checkpoint.save.saver import Saver
 
@@ -27,6 +29,7 @@ class Runtime:
         self.saving = threading.Lock()
         self._savers: dict[tuple[str, SaveOptions], Saver] = {}
         self._owner_of: WeakKeyDictionary[Any, Owner] = WeakKeyDictionary()
+        self._memory: MemoryTier | None = None
 
     def saver(self, options: SaveOptions, purpose: str = "training") -> Saver:
         """Return the saver of all saves of a purpose with these options. One thread at a time makes those of a purpose."""
@@ -35,6 +38,22 @@ class Runtime:
         if (purpose, options) not in self._savers:
             self._savers[purpose, options] = Saver(options)
         return self._savers[purpose, options]
+
+    def memory(self, options: MemoryOptions | None, save_options: SaveOptions) -> MemoryTier | None:
+        """Return the memory tier of this job; None if its options do not ask for one. Other options make a new one."""
+        from unickpt.checkpoint.memory.tier import MemoryTier
+        from unickpt.diagnosis import session
+
+        if options is None or not options.to_disk_every:
+            return None
+        if self._memory is None or self._memory.options != options:
+            self._memory = MemoryTier(options, save_options, session.memory_status)
+        return self._memory
+
+    def saved_to_disk(self, folder: str, seconds: float) -> None:
+        """Note that a checkpoint is on disk, and how long ago its save began."""
+        if self._memory is not None:
+            self._memory.saved_to_disk(folder, seconds)
 
     def owner(self, model: Any) -> Owner:
         """Return the owner of a model's checkpoints."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ from unickpt.base.errors import ConfigError, NotACheckpointError, SaveFailedErro
 from unickpt.base.launcher_watch import end_with_launcher
 from unickpt.base.listing import some
 from unickpt.base.logs import logger, make_visible
+from unickpt.base.options.job import MemoryOptions
 from unickpt.checkpoint.coordination.message_exchange import Message
 from unickpt.checkpoint.coordination.owners import Origin
 from unickpt.checkpoint.format.manifest import OptimizerRecord, Writer
@@ -32,11 +34,13 @@ from unickpt.checkpoint.load.candidates import Candidates
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
 from unickpt.checkpoint.load.resume import Offer, Together, resume
+from unickpt.checkpoint.memory.offers import MemoryResume
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveRequest, SaveResult
 from unickpt.checkpoint.save.shards import Contribution
 from unickpt.checkpoint.state.filling import state_for
 from unickpt.checkpoint.storage.base import absolute, split
+from unickpt.diagnosis import session
 from unickpt.transform.dialects.model_facts import Model
 from unickpt.transform.dialects.named_here import under_own_names
 from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE, TranslatedCheckpoint
@@ -79,6 +83,7 @@ def save_training(
     client_state: Mapping[str, Any] | None = None,
     save_latest: bool = True,
     options: SaveOptions | None = None,
+    memory: MemoryOptions | None = None,
     group: dist.ProcessGroup | None = None,
     timeout_s: float = 1800.0,
 ) -> SaveResult | PendingSave:
@@ -108,11 +113,14 @@ def save_training(
         client_state: further values ([types](../format.md#8-objects)). Rank 0's are stored.
         save_latest: write the tag to ``<save_dir>/latest``.
         options: retention, upload, ``asynchronous``.
+        memory: save [into the memory of the hosts](../../guides/memory.md), and each ``to_disk_every``-th time to disk. The
+            same at each save, and in ``resume_or_start``.
         group: process group. None: the default group, or this process alone if ``torch.distributed`` is not initialised.
         timeout_s: seconds to wait for the other ranks.
 
     Returns:
-        Size and time; the checkpoint is durable. With ``asynchronous`` a handle, as soon as the state is copied.
+        Size and time; the checkpoint is durable. With ``asynchronous``, and of a save into memory, a handle, as soon as the
+        state is copied.
 
     Raises:
         SaveFailedError: no checkpoint was written. It is raised on every rank and names rank and cause. Earlier checkpoints
@@ -154,14 +162,35 @@ def save_training(
     save_dir, tag = split(absolute(os.fspath(directory)))
     request = SaveRequest(
         contribute, save_dir, tag, save_latest=save_latest, one_writer=save_latest, must_match={"step": step},
-        framework_stands_in=False, failed=failed, claim=RUNTIME.owners.claim(owner),
+        framework_stands_in=False, failed=failed, claim=RUNTIME.owners.claim(owner), on_end=partial(_ended, save_dir),
     )  # fmt: skip
+    tier = RUNTIME.memory(memory, options)
+    if tier is not None:
+        in_memory = tier.save(request, exchange)
+        if in_memory is not None and in_memory.agreed:
+            return in_memory
     pending = RUNTIME.saver(options).save(request, exchange)
     if options.asynchronous and pending.agreed:
         return pending
     if pending.result is None or not (pending.result.complete or pending.result.skipped):
         raise SaveFailedError(f"{pending.directory}: {pending.cause()}. Earlier checkpoints are intact.")
     return pending.result
+
+
+def _ended(save_dir: str, pending: PendingSave) -> None:
+    """Tell the log, the diagnosis and the memory tier of a save to disk. Runs in the thread that has ended it."""
+    result = pending.result
+    if result is None or not result.committed:
+        return
+    session.checkpoint_io(result.times)
+    RUNTIME.saved_to_disk(save_dir, result.seconds)
+    if pending.rank == 0 and result.shortfall:
+        logger.error("unickpt: %s", result.shortfall)
+    elif pending.rank == 0:
+        logger.info(
+            "unickpt: saved %s: %s bytes in %.2f s; training paused for %.2f s",
+            pending.directory, f"{result.size_bytes:,}", result.seconds, result.stall_s,
+        )  # fmt: skip
 
 
 def _trained(name: str) -> str:
@@ -279,6 +308,7 @@ def resume_or_start(
     stateful: Mapping[str, Any] | None = None,
     missing_state: Literal["error", "fresh"] = "error",
     dialect: str = "",
+    memory: MemoryOptions | None = None,
     group: dist.ProcessGroup | None = None,
     timeout_s: float = 1800.0,
 ) -> StartingPoint:
@@ -290,6 +320,7 @@ def resume_or_start(
     Args:
         model, optimizer, scheduler, loader, stateful, missing_state, dialect, group, timeout_s: as for ``load_training``.
         folder: the folder of the checkpoints. A path or a URL. It need not exist.
+        memory: as for ``save_training``. A newer checkpoint in the memory of the hosts is loaded first.
 
     Returns:
         The position from which training goes on.
@@ -307,7 +338,8 @@ def resume_or_start(
         return StartingPoint()
 
     how = HowToLoad(strict=True, fresh=missing_state == "fresh", what="a model")
-    job = _Job(model, optimizer, JobObjects(schedulers_of(scheduler), loader, stateful or {}), True, dialect)
+    objects = JobObjects(schedulers_of(scheduler), loader, stateful or {})
+    job = _Job(model, optimizer, objects, True, dialect, memory)
     return _resumed(job, Candidates(place, newest=True), place, how, nothing, fall_back=True, group=group, timeout_s=timeout_s)
 
 
@@ -320,6 +352,7 @@ class _Job:
     objects: JobObjects
     restore_rng: bool
     dialect: str
+    memory: MemoryOptions | None = None
 
 
 def _resumed(
@@ -330,6 +363,9 @@ def _resumed(
     end_with_launcher()
     shutdown.finish_all(ending=False)
     exchange, ranks = exchange_of(group, timeout_s=timeout_s), Group.of(group)
+    tier = RUNTIME.memory(job.memory, SaveOptions())
+    in_memory = None if tier is None else MemoryResume(tier, folder, exchange)
+    offers = candidates.offer if in_memory is None else in_memory.offers(candidates.offer, lambda: -1).next
 
     def attempt(offer: Offer, skipped: tuple[str, ...]) -> StartingPoint:
         report = LoadReport()
@@ -358,17 +394,23 @@ def _resumed(
             return Found(found, [*wanted, *([] if restored is None else restored.requests(ranks))], names.aliases)
 
         with torch.no_grad():
-            loaded = load(exchange, offer.directory, find, ranks, how, skipped, report=report)
+            if in_memory is not None and offer.checked:
+                Together(exchange, offer.directory).step("check", partial(in_memory.check, offer))
+            source = None if in_memory is None else partial(in_memory.open, offer)
+            loaded = load(exchange, offer.directory, find, ranks, how, skipped, report=report, source=source)
             Together(exchange, offer.directory).step("apply", lambda: [step.apply() for step in steps if step is not None])
         owner = RUNTIME.owner(job.model)
         assert RUNTIME.owners is not None
         RUNTIME.owners.adopt(owner, Origin.of(loaded.checkpoint.manifest))
+        if in_memory is not None:
+            in_memory.loaded(offer, loaded.step)
+        session.checkpoint_io(report.io_times(loaded.step))
         objects = steps[1]
         if ranks.rank == 0:
             report.log()
         return StartingPoint(offer.directory, loaded.step, objects.samples(), objects.client_state(), report)
 
-    start: StartingPoint = resume(exchange, candidates.offer, attempt, nothing, where=folder, fall_back=fall_back)
+    start: StartingPoint = resume(exchange, offers, attempt, nothing, where=folder, fall_back=fall_back)
     exchange.leave()
     return start
 

@@ -77,7 +77,7 @@ class HowToLoad:
 
 def load(
     exchange: MessageExchange, directory: str, find: Find, group: Group, how: HowToLoad, skipped: tuple[str, ...] = (), *,
-    report: LoadReport | None = None,
+    report: LoadReport | None = None, source: Callable[[], Checkpoint] | None = None,
 ) -> Loaded:  # fmt: skip
     """Load one checkpoint. Every rank calls this.
 
@@ -89,6 +89,7 @@ def load(
         how: arguments of the load.
         skipped: newer checkpoints that were damaged, for the report.
         report: gets the entries, those of ``find`` too. None: a new one.
+        source: opens the checkpoint, if it is in memory. ``directory`` is then its name in messages.
 
     Raises:
         AgreedFailureError: the load failed on at least one rank.
@@ -100,7 +101,7 @@ def load(
     report.target = f"{how.what} on {exchange.world} {'rank' if exchange.world == 1 else 'ranks'}"
 
     def opened() -> Wanted:
-        found = find(Checkpoint.open(directory))
+        found = find(Checkpoint.open(directory) if source is None else source())
         wanted = Wanted.of(Filling(found.checkpoint, report), found.items, group, fresh=how.fresh)
         wanted.infos += [info for name in found.tied if (info := found.checkpoint.info(name, WEIGHT)) is not None]
         return wanted

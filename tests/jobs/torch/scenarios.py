@@ -378,6 +378,27 @@ def an_asynchronous_save_has_the_state_of_its_call(folder: Path) -> None:
     assert differences(truth, other.truth()) == []
 
 
+@scenario(2)
+def a_newer_checkpoint_in_memory_is_loaded_first(folder: Path) -> None:
+    memory, job, truths = torch_unickpt.MemoryOptions(to_disk_every=3), _job("fsdp2", 1), {}
+    for step in (1, 2, 3, 4):  # 3 on disk, 4 in memory
+        job.train(1)
+        saved = unickpt.save_training(
+            job.model, job.optimizer, folder / f"step{step}", step=step, scheduler=job.scheduler, memory=memory
+        )
+        assert isinstance(saved, unickpt.SaveResult) == (step == 3)
+        if not isinstance(saved, unickpt.SaveResult):
+            saved.wait()
+        truths[step] = job.truth()
+    dist.barrier()
+    assert [each.name for each in folder.glob("step*") if (each / "manifest.json").exists()] == ["step3"]
+    for options, step in ((memory, 4), (None, 3)):
+        other = _job("ddp2", 5)
+        start = torch_unickpt.resume_or_start(other.model, other.optimizer, folder, scheduler=other.scheduler, memory=options)
+        assert start.step == step
+        assert differences(truths[step], other.truth()) == []
+
+
 class _Loader:
     """Holds samples between steps."""
 
