@@ -108,6 +108,10 @@ class Contents:
             self.paths.setdefault(prefix + key, (*prefix.rstrip(".").split("."), key))
         return replace(found, left_out=())
 
+    def has(self, name: str) -> bool:
+        """Whether this rank has a weight of this name."""
+        return any(item.key == (name, WEIGHT) for item in self.items)
+
     @property
     def steps(self) -> int:
         """Steps of the optimizer; 0 if its states do not count them."""

@@ -41,6 +41,10 @@ from unickpt.checkpoint.storage.base import absolute, split
 from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE
 
 TIMEOUT_S = 1800.0
+TORCHTITAN, _OF_TORCHTITAN = (
+    "torchtitan",
+    "tok_embeddings.weight",
+)  # dialect, and a name that models of transformers do not have
 _TREE = "tree "
 
 
@@ -178,12 +182,13 @@ def save(
     def contribute(_: Message) -> Contribution:
         assert contents is not None
         step = step_named(directory) or contents.steps
+        dialect = TORCHTITAN if contents.has(_OF_TORCHTITAN) else HUGGINGFACE
         held = describe.description(contents.items, holders, ranks)
         first = ranks.rank == 0
         own = [key for key in contents.values if holders.first(_value_key(key)) == ranks.rank]
         topology = {"world_size": len(ranks.ranks)}
         return Contribution(
-            held.shards(), step, Writer("torch", torch.__version__, __version__, torch.__version__, HUGGINGFACE, topology),
+            held.shards(), step, Writer("torch", torch.__version__, __version__, torch.__version__, dialect, topology),
             tensors=held.tensors, optimizer=contents.record if first else None,
             optimizer_part=None if first or holders.others is None else contents.record,
             objects=contents.objects(own) if first else {},

@@ -307,6 +307,56 @@ def a_writer_of_another_class_keeps_its_own_format(folder: Path) -> None:
     assert not (folder / "step-1" / "manifest.json").exists()
 
 
+@scenario(2)
+def a_run_of_torchtitan_continues_as_a_model_of_transformers(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        "llama", vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+
+    def theirs(name: str, value: torch.Tensor) -> torch.Tensor:
+        """Reverse the permutation of torchtitan's adapter (``_reverse_permute``)."""
+        if not name.endswith(("q_proj.weight", "k_proj.weight")):
+            return value
+        heads = 4 if "q_proj" in name else 2
+        return value.view(heads, 2, value.shape[0] // heads // 2, 16).transpose(1, 2).reshape(value.shape)
+
+    names = {
+        "model.embed_tokens": "tok_embeddings", "model.layers": "layers", "self_attn.q_proj": "attention.qkv_linear.wq",
+        "self_attn.k_proj": "attention.qkv_linear.wk", "self_attn.v_proj": "attention.qkv_linear.wv",
+        "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
+        "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+        "model.norm": "norm",
+    }  # fmt: skip
+    state: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        own = name
+        for before, after in names.items():
+            own = own.replace(before, after)
+        state[own] = theirs(name, parameter.detach()).clone()
+        for key, value in optimizer.state[parameter].items():
+            state[f"optimizer.state.{own}.{key}"] = theirs(name, value).clone() if value.ndim else value
+        for key, value in {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}.items():
+            state[f"optimizer.param_groups.{own}.{key}"] = value
+    with _switched():
+        dcp.save(state, checkpoint_id=folder / "step-1")
+    torch.manual_seed(2)
+    other = transformers.AutoModelForCausalLM.from_config(config)
+    again = torch.optim.AdamW(other.parameters(), lr=0.1)
+    unickpt.load_training(other, again, folder / "step-1")
+    assert again.param_groups[0]["lr"] == 0.01
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+        for key, value in optimizer.state[one].items():
+            assert torch.equal(value, again.state[two][key]), key
+
+
 # ---------------------------------------------------------------- save_training and load_training
 
 

@@ -39,5 +39,9 @@ def under_own_names(checkpoint: Checkpoint, model: Model, wanted: Shapes, chosen
 
 
 def _has_own_names(checkpoint: Checkpoint, wanted: Shapes) -> bool:
-    """Whether the checkpoint already uses this job's names, such as for a module built from the same parts."""
-    return any(name in checkpoint.manifest.aliases or checkpoint.info(name, "weight") is not None for name in wanted)
+    """Whether the checkpoint already uses this job's names, such as for a module built from the same parts.
+
+    One name in common proves nothing: many models have ``lm_head.weight``.
+    """
+    aliases = checkpoint.manifest.aliases
+    return 2 * sum(name in aliases or checkpoint.info(name, "weight") is not None for name in wanted) > len(wanted)
