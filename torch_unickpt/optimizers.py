@@ -132,6 +132,13 @@ class Optimizers:
         return OptimizerRecord(self.name, tuple(settings), merge_groups(scalars), any(each.state for each in self.parameters))
 
 
+def _first_of(each: Stepped, first: FirstStates) -> dict[str, Any]:
+    """Return the states of a parameter before its first step."""
+    like = each.parameter.detach()
+    found: dict[str, Any] = {key: copied(value) for key, value in first.scalars.items()}
+    return found | {key: torch.full_like(like, value, dtype=dtype) for key, (dtype, value) in first.tensors.items()}
+
+
 def _is_scalar(key: str, value: torch.Tensor, parameter: torch.Tensor) -> bool:
     return value.numel() == 1 and (key == STEP or tuple(value.shape) != tuple(parameter.shape))
 
@@ -214,6 +221,8 @@ class RestoredOptimizers:
         first = self._first(each)
         held = frozenset(key for key in self.saved.usable if self._info(each, key) is not None)
         described_here = StatesOfParameter(each.name, self._stored(each.name) in self.saved.trained, held)
+        if not (each.parameter.requires_grad or held):  # the optimizer holds it, and makes no state for it
+            return StatesOfPart(first=first, nothing=True)
         if self.saved.record is None or not (self.saved.related or self.saved.usable):
             return begin_anew([described_here], first)
         scalars = set(self._scalars(each))
@@ -265,6 +274,8 @@ class RestoredOptimizers:
                     self.report.add(name, "optimizer" if key == ALL else key, "re-seeded", _FRESH)
             if states.nothing:
                 each.optimizer.state.pop(each.parameter, None)
+                if states.first is not None and states.first.constructed:  # its step makes none, as of Adagrad
+                    each.optimizer.state[each.parameter] = _first_of(each, states.first)
                 if not states.lacking and self._stored(each.name) in self.saved.trained:
                     self.report.add(each.name, "optimizer", "restored", "it had no state when it was saved")
                 continue
@@ -283,6 +294,8 @@ class RestoredOptimizers:
             each.optimizer.state[each.parameter] = {key: new[key] for key in dict.fromkeys([*ordered, *new])}
             for key in sorted(states.scalars):
                 self.report.add(each.name, key, "restored")
+            for key in not_stored(self._sources.get(self._stored(each.name), ())):
+                self.report.add(each.name, key, "left out", LEFT_OUT)
         done = set()
         for each in self.own.parameters:
             if each.number not in done:
