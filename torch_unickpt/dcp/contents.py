@@ -161,6 +161,7 @@ class Stored:
         paths: paths of further keys.
         scalars, settings: scalar states, and settings of the group, of each parameter.
         stepped: parameters that have states.
+        allow_pickle: values that are stored as pickles are unpickled.
     """
 
     checkpoint: Checkpoint
@@ -170,6 +171,7 @@ class Stored:
     scalars: Mapping[str, Mapping[str, Any]]
     settings: Mapping[str, Mapping[str, Any]]
     stepped: frozenset[str]
+    allow_pickle: bool = False
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, *, allow_pickle: bool = False) -> Stored:
@@ -188,7 +190,7 @@ class Stored:
         record, where = checkpoint.manifest.optimizer, str(checkpoint.storage)
         scalars, settings = ({}, {}) if record is None else (_by_name(each, where) for each in (record.scalars, record.groups))
         states = (info.name for info in checkpoint.index.tensors if info.kind == "optimizer")
-        return cls(checkpoint, tree, values, paths, scalars, settings, frozenset((*states, *scalars)))
+        return cls(checkpoint, tree, values, paths, scalars, settings, frozenset((*states, *scalars)), allow_pickle)
 
 
 def _by_name(groups: Iterable[ParameterGroup], where: str) -> dict[str, dict[str, Any]]:

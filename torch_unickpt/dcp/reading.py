@@ -151,7 +151,14 @@ class Contained:
         for item in plan.items:
             key = item.storage_index.fqn
             if item.type is LoadItemType.BYTE_IO:
-                later.append((item, self.value(key)[1]))
+                value = self.value(key)[1]
+                if isinstance(value, Bytes) and not self.stored.allow_pickle:
+                    raise MismatchError(
+                        f"{self.stored.checkpoint.storage}: {key} was serialised by the planner of the job that saved, and "
+                        "torch unpickles it. That can run code. If you trust the checkpoint, pass "
+                        "storage_reader=torch_unickpt.UnickptReader(path, allow_pickle=True)"
+                    )
+                later.append((item, value))
                 continue
             target = planner.resolve_tensor(item).detach()
             at = self.tensor(key)

@@ -37,3 +37,10 @@ def test_megatron_saves_to_a_url_uploads_and_resumes(tmp_path: Path, bucket: Buc
     fork_ranks(2, "tests.jobs.megatron.scenario_worker", str(tmp_path), name, timeout_s=300, env=env)
     assert json.loads((tmp_path / "w2.json").read_text()) == {name: {}}
     assert bucket.get("megatron/library/metadata.json")
+
+
+def test_torch_saves_to_a_url_and_resumes_from_it(tmp_path: Path, bucket: Bucket) -> None:
+    env = {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{bucket.port}", "UNICKPT_TEST_URL": bucket.url}
+    name = "urls_of_an_object_store_are_folders"
+    fork_ranks(2, "tests.jobs.torch.scenario_worker", str(tmp_path), name, timeout_s=300, env=env)
+    assert json.loads((tmp_path / "w2.json").read_text()) == {name: {}}

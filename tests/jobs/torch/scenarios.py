@@ -209,6 +209,22 @@ def planners_of_their_own_kind_are_asked(folder: Path) -> None:
 
 
 @scenario(2)
+def what_a_planner_has_pickled_is_unpickled_only_if_the_caller_trusts_it(folder: Path) -> None:
+    class Pickling(DefaultSavePlanner):
+        def transform_object(self, write_item: Any, object: Any) -> Any:
+            return super().transform_object(write_item, object)
+
+    writer = torch_unickpt.UnickptWriter(folder / "step-1")
+    dcp.save({"a": torch.ones(2), "epoch": {"n": 3}}, storage_writer=writer, planner=Pickling())
+    state = {"a": torch.zeros(2), "epoch": {"n": 0}}
+    with pytest.raises(unickpt.MismatchError, match=r"epoch\.n .*allow_pickle=True"):
+        dcp.load(state, checkpoint_id=folder / "step-1")
+    assert state["a"].tolist() == [0, 0]
+    dcp.load(state, storage_reader=torch_unickpt.UnickptReader(folder / "step-1", allow_pickle=True))
+    assert (state["a"].tolist(), state["epoch"]) == ([1, 1], {"n": 3})
+
+
+@scenario(2)
 def planners_of_their_own_kind_save_an_optimizer(folder: Path) -> None:
     class Named(DefaultSavePlanner):  # plans as DCP does
         def __init__(self) -> None:
@@ -430,6 +446,25 @@ def an_asynchronous_save_has_the_state_of_its_call(folder: Path) -> None:
     other = _job("fsdp2", 6)
     unickpt.load_training(other.model, other.optimizer, folder / "step1", scheduler=other.scheduler)
     assert differences(truth, other.truth()) == []
+
+
+@scenario(2)
+def urls_of_an_object_store_are_folders(folder: Path) -> None:
+    url = os.environ.get("UNICKPT_TEST_URL")
+    if url is None:
+        raise unittest.SkipTest("tests/integration/storage runs it beside an S3 server")
+    job = _job("fsdp2", 1)
+    job.train(1)
+    unickpt.save_training(job.model, job.optimizer, f"{url}/torch/step1", step=1, scheduler=job.scheduler)
+    writer = torch_unickpt.UnickptWriter(f"{url}/torch-dcp/step1")
+    dcp.save({"model": job.module.state_dict()}, storage_writer=writer)
+    other = _job("ddp2", 2)
+    start = torch_unickpt.resume_or_start(other.model, other.optimizer, f"{url}/torch", scheduler=other.scheduler)
+    assert start.step == 1
+    assert differences(job.truth(), other.truth()) == []
+    other = _job("fsdp2", 3)
+    dcp.load({"model": other.module}, storage_reader=torch_unickpt.UnickptReader(f"{url}/torch-dcp/step1"))
+    assert torch.equal(job.truth()["wide.weight"], other.truth()["wide.weight"])
 
 
 @scenario(2)
