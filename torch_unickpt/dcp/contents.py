@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,10 +121,19 @@ class Contents:
 
     def objects(self, own: Iterable[str]) -> dict[str, Any]:
         """Return what the objects of the job have. ``own``: keys of the values that the first rank stores."""
-        own = set(own)
-        values = {key: value for key, value in self.values.items() if key in own}
-        paths = {key: [[type(part) is int, str(part)] for part in path] for key, path in self.paths.items()}
-        return {OBJECT: {_TREE: self.tree.as_json(), _VALUES: values, _PATHS: paths}}
+        return {OBJECT: {_TREE: self.tree.as_json(), **self._of_keys(set(own), self.paths)}}
+
+    def shared_objects(self, own: Iterable[str]) -> dict[str, Any]:
+        """Return what the shared objects have: values that another rank than the first one stores, each with its path."""
+        return {f"{OBJECT}/{key}": self._of_keys({key}, {key}) for key in own}
+
+    def _of_keys(self, values: Collection[str], paths: Collection[str]) -> dict[str, Any]:
+        return {
+            _VALUES: {key: value for key, value in self.values.items() if key in values},
+            _PATHS: {
+                key: [[type(part) is int, str(part)] for part in path] for key, path in self.paths.items() if key in paths
+            },
+        }
 
 
 def _shape(value: Value) -> tuple[int, ...]:
@@ -178,14 +187,14 @@ class Stored:
         """Read the objects of a checkpoint."""
         found = checkpoint.objects(allow_pickle=allow_pickle).value.get(OBJECT)
         found = found if isinstance(found, Mapping) else {}
-        values = dict(found.get(_VALUES) or {})
-        for name in checkpoint.shared_names():
-            if name.startswith(f"{OBJECT}/"):
-                values[name[len(OBJECT) + 1 :]] = checkpoint.shared_object(name, allow_pickle=allow_pickle).value
-        paths = {
-            key: tuple(int(part) if number else part for number, part in path)
-            for key, path in (found.get(_PATHS) or {}).items()
-        }
+        names = [name for name in checkpoint.shared_names() if name.startswith(f"{OBJECT}/")]
+        others = [checkpoint.shared_object(name, allow_pickle=allow_pickle).value for name in names]
+        values: dict[str, Any] = {}
+        paths: dict[str, Path] = {}
+        for each in (found, *(other for other in others if isinstance(other, Mapping))):
+            values |= each.get(_VALUES) or {}
+            for key, path in (each.get(_PATHS) or {}).items():
+                paths[key] = tuple(int(part) if number else part for number, part in path)
         tree = Tree.from_json(found[_TREE]) if _TREE in found else Tree()
         record, where = checkpoint.manifest.optimizer, str(checkpoint.storage)
         scalars, settings = ({}, {}) if record is None else (_by_name(each, where) for each in (record.scalars, record.groups))

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
 from torch_unickpt import describe
-from torch_unickpt.dcp.contents import OBJECT, Contents
+from torch_unickpt.dcp.contents import Contents
 from torch_unickpt.dcp.tree import Tree
 from torch_unickpt.runtime import Runtime
 from unickpt import __version__
@@ -192,7 +192,7 @@ def save(
             tensors=held.tensors, optimizer=contents.record if first else None,
             optimizer_part=None if first or holders.others is None else contents.record,
             objects=contents.objects(own) if first else {},
-            shared_objects={} if first else {f"{OBJECT}/{key}": contents.values[key] for key in own},
+            shared_objects={} if first else contents.shared_objects(own),
         )  # fmt: skip
 
     save_dir, tag = split(absolute(directory))

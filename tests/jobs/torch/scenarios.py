@@ -163,12 +163,14 @@ def what_reads_the_metadata_of_torch_gets_that_of_the_checkpoint(folder: Path) -
     job = _job("fsdp2", 1)
     job.train(1)
     with _switched():
-        dcp.save(_state_dict(job), checkpoint_id=folder / "step-1")
+        data = {f"rank_{dist.get_rank()}": b"%d" % dist.get_rank(), "world": 2}  # as torchtitan has the position in its data
+        dcp.save({**_state_dict(job), "data": data}, checkpoint_id=folder / "step-1")
     assert (folder / "step-1" / ".metadata").read_text().startswith("#")
     found = FileSystemReader(folder / "step-1").read_metadata()
     assert found.state_dict_metadata["model.wide.weight"].size == (11, 12)
-    whole = _load_state_dict_from_keys({"model", "step"}, checkpoint_id=folder / "step-1")
+    whole = _load_state_dict_from_keys({"model", "step", "data"}, checkpoint_id=folder / "step-1")
     assert whole["step"] == 1
+    assert whole["data"] == {"rank_0": b"0", "rank_1": b"1", "world": 2}
     assert torch.equal(whole["model"]["wide.weight"], job.truth()["wide.weight"])
 
 
