@@ -42,21 +42,29 @@ def _on_cpu() -> None:
     state.PartialState.set_device = device
 
 
-def _make(task: Task, seed: int) -> Trained:
+def accelerator_of(layout: str) -> Any:
+    """Return Accelerate's object of a job under FSDP2."""
     _on_cpu()
-    import torch
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.parallelism_config import ParallelismConfig
 
-    from evidence.libraries.torch_job import Trained, llama, sizes, step_of
+    from evidence.libraries.torch_job import sizes
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, state_dict_type=STATES, auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=[LAYER],
     )  # fmt: skip
-    found = sizes(task.layout)
+    found = sizes(layout)
     replicas = ParallelismConfig(dp_replicate_size=found["replicas"], dp_shard_size=found["shards"]) if len(found) > 1 else None
-    accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=replicas)
+    return Accelerator(fsdp_plugin=plugin, parallelism_config=replicas)
+
+
+def _make(task: Task, seed: int) -> Trained:
+    accelerator = accelerator_of(task.layout)
+    import torch
+
+    from evidence.libraries.torch_job import Trained, llama, step_of
+
     model = llama(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -125,10 +133,20 @@ def _with_trainer(task: Task) -> Result:
 
 
 def _more(run: Trials) -> Iterator[tuple[str, bool]]:
-    """Compare the files of saves without the switch."""
+    """Compare the files of saves without the switch, and let Accelerate's tool read what was saved with it."""
+    import torch
+    from safetensors.torch import load_file
+
     from evidence.libraries.trials import ABSENT, Trial, as_without_unickpt
 
     yield as_without_unickpt("Accelerate", [run.saved(Trial("FSDP2 on 2", switch=value))[0] for value in (ABSENT, "", "off")])
+    place, _ = run.saved(Trial("FSDP2 on 2"))
+    cli, out = "accelerate.commands.accelerate_cli", place / "merged"
+    made = run.tool(cli, "merge-weights", str(place / "ck" / "pytorch_model_fsdp_0"), str(out))
+    state = torch.load(place / "notes" / "state.pt", weights_only=False)
+    found = {f"weight/{name}": value for name, value in (load_file(out / "model.safetensors") if made else {}).items()}
+    equal = bool(found) and all(torch.equal(value, state[name]) for name, value in found.items())
+    yield f"`accelerate merge-weights` writes the {len(found)} weights of the live model, bit for bit", equal
 
 
 def main() -> int:

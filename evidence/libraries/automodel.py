@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from evidence.libraries.trials import Task, Trials
 
 FOLDER = "epoch_0_step_3"
-WEIGHTS, ASYNCHRONOUS = "model_save_format=torch_save", "is_async"
+WEIGHTS = "model_save_format=torch_save"
 TEXT = f"""The calls are those of `nemo_automodel/recipes/base_recipe.py`. By default AutoModel saves the model by PyTorch's
 writer of Hugging Face files, which stays as it is, and the optimizer and the schedule by a call without a writer. With
-`{WEIGHTS}` both are saved without a writer. `{ASYNCHRONOUS}` saves in a process of its own. The model is a Llama of
-transformers. Not tested: its recipes around the checkpointer, consolidated exports, adapters, experts, pipelines."""
+`{WEIGHTS}` both are saved without a writer. The model is a Llama of transformers. Not tested: `is_async`, which
+copies by an accelerator, its recipes around the checkpointer, consolidated exports, adapters, experts, pipelines."""
 
 
 def _make(task: Task, seed: int) -> Trained:
@@ -38,7 +38,7 @@ def _make(task: Task, seed: int) -> Trained:
     )  # fmt: skip
     config = CheckpointingConfig(
         checkpoint_dir=task.folder, model_save_format="torch_save" if WEIGHTS in task.options else "safetensors",
-        save_consolidated=False, is_async=ASYNCHRONOUS in task.options, model_repo_id="none", model_cache_dir=task.notes,
+        save_consolidated=False, model_repo_id="none", model_cache_dir=task.notes,
     )  # fmt: skip
     checkpointer = config.build(dp_rank=dist.get_rank(), tp_rank=0, pp_rank=0)
     plain = step_of(model, optimizer)
@@ -56,8 +56,6 @@ def _save(trained: Trained, task: Task) -> dict[str, Any]:
     checkpointer, path = trained.more["checkpointer"], Path(task.folder) / FOLDER
     checkpointer.save_model(trained.model, str(path))
     checkpointer.save_optimizer(trained.optimizers[0], trained.model, str(path), trained.more["schedule"])
-    checkpointer.maybe_wait_for_staging()
-    checkpointer.async_wait()
     return {"files": sorted(str(each.relative_to(path)) for each in path.rglob("*") if each.is_file())}
 
 
@@ -78,9 +76,7 @@ def main() -> int:
     from evidence.libraries import trials
     from evidence.libraries.trials import of_torch
 
-    rows = [
-        *of_torch(switch=""), *of_torch(), *of_torch(options=(WEIGHTS,)), *of_torch(options=(WEIGHTS, ASYNCHRONOUS))[1:2],
-    ]  # fmt: skip
+    rows = [*of_torch(switch=""), *of_torch(), *of_torch(options=(WEIGHTS,))]
     return trials.main("automodel", "NeMo AutoModel 0.7.0", rows, TEXT, _more)
 
 

@@ -119,10 +119,20 @@ def _train(task: Task) -> Result:
 
 
 def _more(run: Trials) -> Iterator[tuple[str, bool]]:
-    """Compare the files of saves without the switch."""
+    """Compare the files of saves without the switch, and let Lightning's tool read what was saved with it."""
+    import torch
+
     from evidence.libraries.trials import ABSENT, Trial, as_without_unickpt
 
     yield as_without_unickpt("Lightning", [run.saved(Trial("FSDP2 on 2", switch=value))[0] for value in (ABSENT, "", "off")])
+    place, _ = run.saved(Trial("FSDP2 on 2"))
+    tool, out = "lightning.pytorch.utilities.consolidate_checkpoint", place / "whole.ckpt"
+    out.unlink(missing_ok=True)
+    made = run.tool(tool, str(place / "ck" / NAME), "--output_file", str(out))
+    state = torch.load(place / "notes" / "state.pt", weights_only=False)
+    found = torch.load(out, weights_only=False)["state_dict"] if made else {}
+    equal = bool(found) and all(torch.equal(value, state[f"weight/{name}"]) for name, value in found.items())
+    yield f"`python -m {tool}` writes the {len(found)} weights of the live model, bit for bit", equal
 
 
 def main() -> int:

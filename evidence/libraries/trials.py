@@ -32,9 +32,10 @@ from unickpt.testing.launch import command, finish, started
 PAGE = REPO / "docs" / "evidence" / "libraries.md"
 HEAD = """# Libraries
 
-Do libraries on top of Megatron-core and DeepSpeed resume under another layout, with no line of theirs changed?
+Do libraries on top of Megatron-core, DeepSpeed and FSDP2 resume under another layout, with no line of theirs changed?
 
-With `UNICKPT=1`, those of this page do.
+With `UNICKPT=1`, those of this page do, but for verl's manager of FSDP2. Libraries on FSDP2 do so without unickpt, too.
+With the switch their checkpoints are those of every other framework, and are committed as a whole.
 
 Each row is two jobs. The first trains, saves by the library's own code and trains on. The second starts with another seed and
 another layout, loads by the library's own code and trains on. Equal: every weight, master, moment, step and setting of the
@@ -127,13 +128,24 @@ class Trials:
     """Runs trials of one library in a folder. Each save runs once."""
 
     def __init__(self, library: str, python: str, folder: Path) -> None:
-        self.library, self._python, self._folder = library, python, folder
+        self.library, self.python, self._folder = library, python, folder
         self._places: dict[tuple[Any, ...], Path] = {}
 
     def saved(self, trial: Trial) -> tuple[Path, Result]:
         """Return the folder of the saving job of a trial, and its result. The library has saved in ``ck``."""
         result = self._run(trial, loads=False)
         return self._places[trial.source, trial.switch, trial.options], result
+
+    def tool(self, *arguments: str) -> bool:
+        """Run a module of the library's environment without the switch. Return whether it ends well."""
+        env = {**os.environ, "UNICKPT": "", "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run([self.python, "-m", *arguments], cwd=REPO, env=env, capture_output=True, text=True, check=False)
+        print(done.stdout[-2000:], done.stderr[-2000:], flush=True)
+        return done.returncode == 0
+
+    def at(self, trial: Trial, place: Path) -> None:
+        """Let the folder of another library's saving job be that of a trial."""
+        self._places[trial.source, trial.switch, trial.options] = place
 
     def loaded(self, trial: Trial) -> Result:
         """Return the result of the loading job of a trial."""
@@ -204,7 +216,7 @@ class Trials:
         env = {"UNICKPT": "" if switch == ABSENT else switch, "PYTHONDONTWRITEBYTECODE": "1"}
         env |= {"UNICKPT_AUTOLOAD": "0"} if switch == ABSENT else {}
         files = [task.result.removesuffix(".json") + _TASK for task in tasks]
-        program = [self._python, *command(ranks, "-m", f"evidence.libraries.{self.library}", *files)[1:]]
+        program = [self.python, *command(ranks, "-m", f"evidence.libraries.{self.library}", *files)[1:]]
         job = started(program, subprocess.PIPE, REPO, {**_without_switches(), **env})
         try:
             output = finish(job, program, files[0], TIMEOUT_S, check=False).stdout
