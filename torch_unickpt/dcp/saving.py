@@ -28,7 +28,7 @@ from unickpt.api.dtensors import is_dtensor
 from unickpt.api.group import Group, exchange_of
 from unickpt.api.holders import Holders, agreed_holders, mesh_digests
 from unickpt.api.state import LocalShard, Value
-from unickpt.base.errors import SaveFailedError
+from unickpt.base.errors import ConfigError, SaveFailedError
 from unickpt.base.logs import make_visible
 from unickpt.checkpoint.checkpoint_folder import step_named
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
@@ -45,7 +45,7 @@ TORCHTITAN, _OF_TORCHTITAN = (
     "torchtitan",
     "tok_embeddings.weight",
 )  # dialect, and a name that models of transformers do not have
-_TREE = "tree "
+_TREE, _ROUNDS = "tree ", 4
 
 
 class DcpSaveError(SaveFailedError):
@@ -223,7 +223,7 @@ def _agreed(
         The contents of this rank, None if it failed; which ranks hold the same; why this rank failed.
     """
     tree: Tree | None = None
-    while True:
+    for _ in range(_ROUNDS):
         contents, keys, meshes = None, None, None
         if failed is None and parts is not None:
             try:
@@ -238,6 +238,7 @@ def _agreed(
         if len(trees) < 2:
             return contents, holders, failed
         tree = Tree.joined(Tree.from_json(json.loads(each)) for each in trees)
+    return contents, holders, ConfigError(f"the ranks do not agree on where the model lies in the state dict: {trees[:4]}")
 
 
 def _value_key(key: str) -> str:
