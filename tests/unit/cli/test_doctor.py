@@ -261,6 +261,13 @@ def test_a_probe_answers_or_has_a_problem(
     assert bounded.answer_of("pretended_probe", ["asked"], seconds, os.environ) == expected
 
 
+def test_a_program_that_cannot_be_started_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded.sys, "executable", "/nowhere/python")
+    assert (
+        "No such file or directory: '/nowhere/python'" in bounded.answer_of("pretended_probe", [], 1.0, os.environ)["problem"]
+    )
+
+
 def test_doctor_prints_one_document_without_secrets(tmp_path: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNICKPT_PRETENDED_TOKEN", "wJalrXUtnFEMI")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")

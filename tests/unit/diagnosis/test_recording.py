@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,15 @@ def test_members_with_lists_of_different_shapes_make_the_same_call() -> None:
     assert [call[2] for call in gathers] == [call[3] for call in reduces] == sizes
     other = _METHODS["allgather"]([[torch.empty(6)] * 3], [torch.empty(6)])
     assert other[-1] != gathers[0][-1]
+
+
+def test_a_gather_into_one_tensor_is_described_as_one_into_a_list() -> None:
+    """Torch has it since 2.15, for backends of devices. Ranks other than the root give a tensor without elements."""
+    options, own = SimpleNamespace(rootRank=1, asyncOp=True), torch.ones(6)
+    listed = _METHODS["gather"]([[torch.empty(6)] * 2], [own], options)
+    for name in ("gather_single", "gather_into_tensor"):
+        assert _METHODS[name](torch.empty(12), own, options) == listed
+        assert _METHODS[name](torch.empty(0), own, options) == _METHODS["gather"]([], [own], options)
 
 
 @pytest.mark.parametrize("extension", ["yes", pytest.param("no", marks=in_full)])

@@ -24,14 +24,17 @@ def answer_of(module: str, arguments: list[str], seconds: float, environment: Ma
         The object, or ``{"problem": why there is none}``.
     """
     code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main(sys.argv[1:])"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=dict(environment),
-        start_new_session=True,
-    )
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(environment),
+            start_new_session=True,
+        )
+    except OSError as err:  # such as a container that may not open /dev/null
+        return {"problem": str(err)}
     try:
         printed, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

@@ -336,6 +336,8 @@ _METHODS: dict[str, Callable[..., CallFields]] = {
     "alltoall_base": _all_to_all,
     "all_to_all_single": _all_to_all,
     "gather": _to_or_from_one(_GATHER),
+    "gather_single": _to_or_from_one(_GATHER),  # since torch 2.15, as is gather_into_tensor
+    "gather_into_tensor": _to_or_from_one(_GATHER),
     "scatter": _to_or_from_one(_SCATTER),
     "barrier": _barrier,
     "monitored_barrier": _barrier,
@@ -350,5 +352,7 @@ _NO_CALLS = frozenset({
     "_set_default_backend", "_register_on_completion_hook", "_wait_for_pending_works", "_has_hooks",
     "_enable_collectives_timing", "_set_group_name", "group_name", "_set_group_desc", "group_desc", "bound_device_id",
     "use_pg_for_symm_mem_rendezvous", "boxed", "unbox", "BackendType", "UNDEFINED", "GLOO", "NCCL", "XCCL", "UCC", "MPI",
-    "CUSTOM",
+    "CUSTOM", "_add_ephemeral_timeout", "get_backend", "get_reconfigure_handle", "reconfigure", "new_window",
+    "register_abort_hook", "register_post_hook", "register_pre_hook", "supports_abort_hooks", "supports_completion_hooks",
+    "supports_reconfigure", "supports_window", "unregister_abort_hook", "unregister_post_hook", "unregister_pre_hook",
 })  # fmt: skip
