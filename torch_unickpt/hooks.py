@@ -32,12 +32,19 @@ def _is(value: Any, name: str, module: str = STORAGE) -> bool:
     return type(value) is getattr(sys.modules.get(module), name, None)
 
 
+def _is_plain_writer(writer: Any) -> bool:
+    """Whether a writer is exactly torch's, and its caller asks nothing of its files, such as an extension that encrypts."""
+    extended = getattr(getattr(writer, "transforms", None), "extensions", ())
+    other_format = getattr(getattr(writer, "serialization_format", None), "name", "TORCH_SAVE") != "TORCH_SAVE"
+    return _is(writer, "FileSystemWriter") and not extended and not other_format
+
+
 def _save(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
     given = _arguments(wrapped, args, kwargs)
     writer, ours = given["storage_writer"], "torch_unickpt.dcp.storage"
     explicit = _is(writer, "UnickptWriter", ours)
     together = given.get("use_collectives", True)
-    if not explicit and not (together and _is(writer, "FileSystemWriter") and switch().saves):
+    if not explicit and not (together and _is_plain_writer(writer) and switch().saves):
         return wrapped(*args, **kwargs)
     from torch_unickpt.dcp import switched
 
@@ -48,7 +55,7 @@ def _async_save(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: 
     given = _arguments(wrapped, args, kwargs)
     writer, path = given["storage_writer"], given["checkpoint_id"]
     explicit = _is(writer, "UnickptWriter", "torch_unickpt.dcp.storage")
-    here = _is(writer, "FileSystemWriter") or (writer is None and path is not None and "://" not in str(path))
+    here = _is_plain_writer(writer) or (writer is None and path is not None and "://" not in str(path))
     own_copy = given.get("async_stager") is not None or not given.get("use_collectives", True)
     if own_copy or not (explicit or (here and switch().saves)):
         return wrapped(*args, **kwargs)

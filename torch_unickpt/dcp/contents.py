@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from torch_unickpt.dcp.tree import Path, Tree
+from torch_unickpt.dcp.values import restored, stored
 from torch_unickpt.describe import Item
 from unickpt.api.dtensors import is_dtensor
 from unickpt.api.state import Value
+from unickpt.base.errors import UnsupportedLayoutError
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, merge_groups
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.state.filling import WEIGHT
@@ -54,6 +56,9 @@ class Contents:
             others: other values by key.
             paths: paths by key; empty if the state dict was not flattened.
             tree: that of all ranks. None: that of these keys.
+
+        Raises:
+            UnsupportedLayoutError: a tensor has no name.
         """
         tensors = list(tensors)
         keys = [key for key, _ in tensors]
@@ -62,6 +67,8 @@ class Contents:
         scalars: dict[str, dict[str, Any]] = {}
         for key, value in tensors:
             name, state = found.tree.name_of(key)
+            if not name:
+                raise UnsupportedLayoutError("the state dict has a tensor without a name")
             if found.tree.is_state(key) and _is_scalar(state, value, shapes.get((name, WEIGHT))):
                 scalars.setdefault(name, {})[state] = value
                 continue
@@ -80,7 +87,7 @@ class Contents:
                 name, state = found.tree.name_of(key)
                 scalars.setdefault(name, {})[state] = value
                 continue
-            found.values[key] = value
+            found.values[key] = stored(value)
             found.paths[key] = paths.get(key, (key,))
         found.record = found._record(scalars, settings)
         return found
@@ -171,6 +178,7 @@ class Stored:
         scalars, settings: scalar states, and settings of the group, of each parameter.
         stepped: parameters that have states.
         allow_pickle: values that are stored as pickles are unpickled.
+        left_out: values that were not read, and why.
     """
 
     checkpoint: Checkpoint
@@ -181,25 +189,29 @@ class Stored:
     settings: Mapping[str, Mapping[str, Any]]
     stepped: frozenset[str]
     allow_pickle: bool = False
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, *, allow_pickle: bool = False) -> Stored:
         """Read the objects of a checkpoint."""
-        found = checkpoint.objects(allow_pickle=allow_pickle).value.get(OBJECT)
+        objects = checkpoint.objects(allow_pickle=allow_pickle)
+        found = objects.value.get(OBJECT)
         found = found if isinstance(found, Mapping) else {}
         names = [name for name in checkpoint.shared_names() if name.startswith(f"{OBJECT}/")]
-        others = [checkpoint.shared_object(name, allow_pickle=allow_pickle).value for name in names]
+        others = [checkpoint.shared_object(name, allow_pickle=allow_pickle) for name in names]
+        left_out = tuple(str(each) for read in (objects, *others) for each in read.left_out)
         values: dict[str, Any] = {}
         paths: dict[str, Path] = {}
-        for each in (found, *(other for other in others if isinstance(other, Mapping))):
-            values |= each.get(_VALUES) or {}
+        for each in (found, *(other.value for other in others if isinstance(other.value, Mapping))):
+            values |= {key: restored(value) for key, value in (each.get(_VALUES) or {}).items()}
             for key, path in (each.get(_PATHS) or {}).items():
                 paths[key] = tuple(int(part) if number else part for number, part in path)
         tree = Tree.from_json(found[_TREE]) if _TREE in found else Tree()
         record, where = checkpoint.manifest.optimizer, str(checkpoint.storage)
         scalars, settings = ({}, {}) if record is None else (_by_name(each, where) for each in (record.scalars, record.groups))
         states = (info.name for info in checkpoint.index.tensors if info.kind == "optimizer")
-        return cls(checkpoint, tree, values, paths, scalars, settings, frozenset((*states, *scalars)), allow_pickle)
+        stepped = frozenset((*states, *scalars))
+        return cls(checkpoint, tree, values, paths, scalars, settings, stepped, allow_pickle, left_out)
 
 
 def _by_name(groups: Iterable[ParameterGroup], where: str) -> dict[str, dict[str, Any]]:

@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from torch_unickpt.dcp.contents import Stored
-from torch_unickpt.dcp.saving import TIMEOUT_S, Bytes, tensor_metadata
+from torch_unickpt.dcp.saving import TIMEOUT_S, tensor_metadata
 from torch_unickpt.dcp.tree import Tree
+from torch_unickpt.dcp.values import Bytes
 from unickpt.api.group import Group, exchange_of
 from unickpt.api.loading import Found, HowToLoad, load
 from unickpt.api.state import Key, LocalShard, Value
@@ -227,7 +228,8 @@ def load_into(
             own.set_up_planner(state_dict, contained.metadata(), ranks.rank == 0)
             wanted, after = contained.requests(own.finish_plan(own.create_local_plan()), own)
         except (RuntimeError, ValueError) as err:  # a key or a shape that the checkpoint does not have
-            raise MismatchError(f"{opened.storage}: {err}") from err
+            left_out = "".join(f". Not read: {each}" for each in contained.stored.left_out[:8])
+            raise MismatchError(f"{opened.storage}: {err}{left_out}") from err
         later[:] = after
         return Found(opened, wanted)
 

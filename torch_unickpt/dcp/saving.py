@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch_unickpt import describe
 from torch_unickpt.dcp.contents import Contents
 from torch_unickpt.dcp.tree import Tree
+from torch_unickpt.dcp.values import Bytes, check
 from torch_unickpt.runtime import Runtime
 from unickpt import __version__
 from unickpt.api.dtensors import is_dtensor
@@ -94,10 +95,10 @@ def parts_of(state_dict: Mapping[str, Any], planner: DefaultSavePlanner) -> Part
             if not _tiled_by_placements(value):
                 return None
             found.tensors.append((key, value))
+        elif hasattr(value, "local_shards") or hasattr(value, "__create_write_items__"):  # such as FSDP1's ShardedTensor
+            return None
         elif isinstance(value, torch.Tensor):
             found.tensors.append((key, value))
-        elif hasattr(value, "local_shards") or hasattr(value, "__create_write_items__"):
-            return None
         else:
             found.others[key] = value
     return found
@@ -128,13 +129,6 @@ def parts_of_plan(plan: SavePlan, planner: SavePlanner) -> Parts:
     return found
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """What a planner of its own kind made of a value. A load gives it back to the planner."""
-
-    data: bytes
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """The arguments of a save.
@@ -145,6 +139,7 @@ class Call:
         alone: the call is of this process alone (``no_dist``).
         options: of the save. ``asynchronous``: return after the copy.
         stands_in: the caller saves in another way if this save would fail again.
+        allow_pickle: store values of types that unickpt does not know as pickles, in place of a failure.
     """
 
     directory: str
@@ -152,6 +147,7 @@ class Call:
     alone: bool
     options: SaveOptions = field(default_factory=SaveOptions)
     stands_in: bool = False
+    allow_pickle: bool = False
 
 
 def save(
@@ -177,7 +173,7 @@ def save(
     directory = call.directory
     ranks = Group() if call.alone else Group.of(call.group)
     exchange = exchange_of(call.group, timeout_s=TIMEOUT_S, purpose="dcp-save", alone=call.alone)
-    contents, holders, failed = _agreed(exchange, parts, failed)
+    contents, holders, failed = _agreed(exchange, parts, failed, allow_pickle=call.allow_pickle)
 
     def contribute(_: Message) -> Contribution:
         assert contents is not None
@@ -213,7 +209,7 @@ def failure_of(pending: PendingSave) -> DcpSaveError:
 
 
 def _agreed(
-    exchange: MessageExchange, parts: Parts | None, failed: BaseException | None
+    exchange: MessageExchange, parts: Parts | None, failed: BaseException | None, *, allow_pickle: bool
 ) -> tuple[Contents | None, Holders, BaseException | None]:
     """Agree on where model and optimizer lie, and on which ranks hold the same. Every rank calls it.
 
@@ -228,6 +224,8 @@ def _agreed(
         if failed is None and parts is not None:
             try:
                 contents = Contents.of(parts.tensors, parts.others, parts.paths, tree)
+                if not allow_pickle:
+                    check(contents.values)
                 keys = [*(item.text for item in contents.items if item.plain), *map(_value_key, contents.values)]
                 keys.append(_TREE + json.dumps(contents.tree.as_json()))
                 meshes = mesh_digests((item.key, item.value) for item in contents.items if is_dtensor(item.value))

@@ -35,17 +35,20 @@ class UnickptWriter(StorageWriter):
         path: checkpoint directory. A path or a URL.
         options: of the save.
         process_group: that of the call of ``save``. Only needed where the hooks on torch are not installed.
+        allow_pickle: store values of types that unickpt does not know as pickles, for a reader with the same argument.
+            Otherwise a state dict with such values is refused.
     """
 
     def __init__(
         self, path: str | os.PathLike[str] = "", *, options: SaveOptions | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None, allow_pickle: bool = False,
     ) -> None:  # fmt: skip
+        self.call: saving.Call | None  # of the hooks on torch
         self.path, self.options, self.process_group = os.fspath(path), options or SaveOptions(), process_group
-        self.alone = False
+        self.allow_pickle, self.call = allow_pickle, None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "process_group": None}  # torch's background process has a group of its own
+        return {**vars(self), "process_group": None, "call": None}  # torch's background process has a group of its own
 
     @property
     def checkpoint_id(self) -> str:
@@ -72,12 +75,15 @@ class UnickptWriter(StorageWriter):
             parts = saving.parts_of_plan(plan, planner)
         except Exception as err:  # the other ranks learn it in the save
             failed = err
-        alone = self.alone or not (dist.is_available() and dist.is_initialized())
-        call = saving.Call(self.path, self.process_group, alone, replace(self.options, asynchronous=False))
-        saving.save(RUNTIME, parts, call, failed=failed)
+        saving.save(RUNTIME, parts, self.call or self._own_call(), failed=failed)
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
+
+    def _own_call(self) -> saving.Call:
+        alone = not (dist.is_available() and dist.is_initialized())
+        options = replace(self.options, asynchronous=False)
+        return saving.Call(self.path, self.process_group, alone, options, allow_pickle=self.allow_pickle)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Do nothing: the checkpoint is committed when ``write_data`` returns."""

@@ -10,7 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_unickpt.dcp import saving
@@ -46,8 +48,9 @@ def save(wrapped: Callable[..., Any], given: Mapping[str, Any], *, explicit: boo
     """
     make_visible()
     writer = given["storage_writer"]
-    options = replace(writer.options, asynchronous=False) if explicit else SaveOptions()
-    call = Call(absolute(os.fspath(writer.path)), given["process_group"], bool(given["no_dist"]), options, not explicit)
+    call = _call(given, writer, writer.path, asynchronous=False, explicit=explicit)
+    if not explicit and _refuses(writer, call):
+        return wrapped(**given)
     first = _is_first(call)
     _note_switch(first, explicit=explicit)
     try:
@@ -56,11 +59,11 @@ def save(wrapped: Callable[..., Any], given: Mapping[str, Any], *, explicit: boo
             if direct:
                 saving.save(RUNTIME, parts, call, failed=failed)
                 return saving.metadata_of(parts or Parts())
-            planned = UnickptWriter(call.directory, options=options, process_group=call.group)
-            planned.alone = call.alone
+            planned = UnickptWriter(call.directory)
+            planned.call = call
             return wrapped(**{**given, "storage_writer": planned})
-    except UnickptError as err:
-        if explicit or not getattr(err, "framework_saves", False):
+    except (UnickptError, CheckpointException) as err:
+        if explicit or not _framework_saves(err):
             raise
         if first:
             logger.warning("unickpt: %s torch saves this checkpoint in its own format instead.", err)
@@ -68,6 +71,29 @@ def save(wrapped: Callable[..., Any], given: Mapping[str, Any], *, explicit: boo
     if first:
         open_storage(call.directory).delete(MANIFEST_FILE)  # of an earlier save: it would be loaded instead
     return saved
+
+
+def _call(given: Mapping[str, Any], writer: Any, path: Any, *, asynchronous: bool, explicit: bool) -> Call:
+    alone = bool(given["no_dist"]) or not dist.is_initialized()
+    options = replace(writer.options if explicit else SaveOptions(), asynchronous=asynchronous)
+    allow_pickle = explicit and writer.allow_pickle
+    return Call(absolute(os.fspath(path)), given["process_group"], alone, options, not explicit, allow_pickle)
+
+
+def _refuses(writer: Any, call: Call) -> bool:
+    """Whether torch's writer refuses to replace the checkpoint in the folder. Every rank calls it."""
+    if getattr(writer, "overwrite", True):
+        return False
+    exists = open_storage(call.directory).size_bytes(DCP_MARK_FILE) is not None
+    exchange = exchange_of(call.group, timeout_s=saving.TIMEOUT_S, purpose="dcp-exists", alone=call.alone)
+    found = exchange.combined("exists", {"any": exists}, lambda every: {"any": any(each["any"] for each in every)})
+    return bool(found["any"])
+
+
+def _framework_saves(err: BaseException) -> bool:
+    """Whether torch's own save may succeed after an error, which DCP's messages between ranks may carry."""
+    errors = [each[0] for each in err.failures.values()] if isinstance(err, CheckpointException) else [err]
+    return any(getattr(each, "framework_saves", False) for each in errors)
 
 
 def _direct(state_dict: Any, planner: Any, call: Call) -> tuple[Parts | None, Exception | None, bool]:
@@ -86,7 +112,7 @@ def _direct(state_dict: Any, planner: Any, call: Call) -> tuple[Parts | None, Ex
 
 
 def _is_first(call: Call) -> bool:
-    return call.alone or not dist.is_initialized() or dist.get_rank(call.group) == 0
+    return call.alone or dist.get_rank(call.group) == 0
 
 
 def _note_switch(first: bool, *, explicit: bool) -> None:
@@ -101,10 +127,10 @@ def async_save(wrapped: Callable[..., Any], given: Mapping[str, Any], *, explici
         A future of what ``save`` returns. ``result`` raises if no checkpoint was written.
     """
     make_visible()
-    writer, alone = given["storage_writer"], bool(given["no_dist"]) or not dist.is_initialized()
-    path = os.fspath(given["checkpoint_id"] or writer.path)
-    options = replace(writer.options if explicit else SaveOptions(), asynchronous=True)
-    call = Call(absolute(path), given["process_group"], alone, options, not explicit)
+    writer = given["storage_writer"]
+    call = _call(given, writer, given["checkpoint_id"] or writer.path, asynchronous=True, explicit=explicit)
+    if not explicit and _refuses(writer, call):
+        return wrapped(**given)
     state_dict = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in given["state_dict"].items()}
     done: Future[Any] = Future()
     _note_switch(_is_first(call), explicit=explicit)
@@ -142,4 +168,6 @@ def metadata(wrapped: Callable[..., Any], reader: Any, args: Any, kwargs: Any) -
     """Return what torch's reader says of a folder: of a checkpoint of unickpt by its manifest."""
     if kwargs.get("rank") is not None or not recognised(absolute(os.fspath(reader.path))):
         return wrapped(*args, **kwargs)
-    return UnickptReader(reader.path).read_metadata()
+    found = UnickptReader(reader.path).read_metadata()
+    found.storage_meta = StorageMeta(reader.path, load_id=getattr(reader, "load_id", None))
+    return found

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.jobs.torch import scenarios_writers  # noqa: F401
 from tests.jobs.torch.scenarios import REGISTRY
 from tests.support import scenarios
 from tests.support.forked_jobs import fork_ranks

@@ -1,0 +1,120 @@
+"""Scenarios of ``torch.distributed.checkpoint``: which saves torch makes itself under the switch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.testing._internal.distributed.checkpoint_utils import Rot13Example
+
+import torch_unickpt
+import unickpt
+from tests.jobs.torch.scenarios import _logged, _switched, scenario
+
+
+class Odd:
+    """A value that can only be pickled."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Finishing(DefaultSavePlanner):
+    """Plans through DCP's messages."""
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        return super().finish_plan(new_plan)
+
+
+def _ours(place: Path) -> bool:
+    dist.barrier()
+    return (place / "manifest.json").exists()
+
+
+@scenario(2)
+def sharded_tensors_are_saved_and_loaded_in_other_shards(folder: Path) -> None:
+    """As sharded state dicts of FSDP1 have them."""
+
+    def sharded(axis: int) -> Any:
+        spec = ChunkShardingSpec(dim=axis, placements=["rank:0/cpu", "rank:1/cpu"])  # type: ignore[arg-type]
+        found = sharded_tensor.zeros(spec, 5, 4)
+        for shard in found.local_shards():
+            rows, columns = shard.metadata.shard_sizes
+            first, left = shard.metadata.shard_offsets
+            shard.tensor.copy_((torch.arange(20.0).view(5, 4) + 1)[first : first + rows, left : left + columns])
+        return found
+
+    with _switched():
+        dcp.save({"model": {"w": sharded(0)}}, checkpoint_id=folder / "step-1")
+    assert _ours(folder / "step-1")
+    expected, found = sharded(1).local_shards()[0].tensor, sharded(1)
+    found.local_shards()[0].tensor.zero_()
+    whole = torch.zeros(5, 4)
+    dcp.load({"model": {"w": found}}, checkpoint_id=folder / "step-1")
+    dcp.load({"model": {"w": whole}}, checkpoint_id=folder / "step-1")
+    assert torch.equal(found.local_shards()[0].tensor, expected)
+    assert torch.equal(whole, torch.arange(20.0).view(5, 4) + 1)
+
+
+@scenario(2)
+def what_a_caller_asks_of_the_files_of_torch_is_done(folder: Path) -> None:
+    with _switched():
+        for write in (dcp.save, dcp.async_save):
+            place = folder / f"extended-{write.__name__}"
+            done = write(
+                {"a": torch.ones(3)}, storage_writer=FileSystemWriter(place, _extensions=[Rot13Example()]), checkpoint_id=place
+            )
+            if write is dcp.async_save:
+                done.result()
+            assert not _ours(place), "an extension may encrypt"
+        place = folder / "once"
+        for value in (1.0, 2.0):
+            writer = FileSystemWriter(place, overwrite=False)
+            if value == 1.0:
+                dcp.save({"a": torch.full((3,), value)}, storage_writer=writer)
+                assert _ours(place)
+                continue
+            with pytest.raises(CheckpointException, match="already exists"):
+                dcp.save({"a": torch.full((3,), value)}, storage_writer=writer)
+    state = {"a": torch.zeros(3)}
+    dcp.load(state, checkpoint_id=place)
+    assert state["a"].tolist() == [1, 1, 1]
+
+
+@scenario(2)
+def values_that_need_pickle_are_saved_by_torch(folder: Path) -> None:
+    own = {f"dp_rank_{dist.get_rank()}": Odd(dist.get_rank()) if dist.get_rank() else 5}
+    for at, planner in enumerate((None, Finishing())):
+        place = folder / f"step-{at}"
+        with _switched(), _logged() as lines:
+            dcp.save({"a": torch.ones(3), **own}, checkpoint_id=place, planner=planner)
+        assert not _ours(place)
+        assert dist.get_rank() or any("dp_rank_1: " in line and "Odd" in line for line in lines)
+        state: dict[str, Any] = {"a": torch.zeros(3), "dp_rank_1": None}
+        dcp.load(state, checkpoint_id=place)
+        assert (state["dp_rank_1"].number, state["a"].tolist()) == (1, [1, 1, 1])
+    with _switched():
+        dcp.async_save({"a": torch.ones(3), **own}, checkpoint_id=folder / "later").result()
+    assert not _ours(folder / "later")
+
+
+@scenario(2)
+def values_that_need_pickle_are_refused_by_an_explicit_writer_unless_it_is_allowed(folder: Path) -> None:
+    place, state = folder / "step-1", {"a": torch.ones(3), "odd": Odd(3)}
+    with pytest.raises(unickpt.SaveFailedError, match=r"odd: .*Odd"):
+        dcp.save(state, storage_writer=torch_unickpt.UnickptWriter(place))
+    dcp.save(state, storage_writer=torch_unickpt.UnickptWriter(place, allow_pickle=True))
+    found: dict[str, Any] = {"a": torch.zeros(3), "odd": None}
+    with pytest.raises(unickpt.MismatchError, match=r"odd.*allow_pickle"):
+        dcp.load(found, checkpoint_id=place)
+    dcp.load(found, storage_reader=torch_unickpt.UnickptReader(place, allow_pickle=True))
+    assert (found["odd"].number, found["a"].tolist()) == (3, [1, 1, 1])
