@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +37,8 @@ def _on_cpu() -> None:
     def device(self: Any) -> None:
         self.device = torch.device("cpu")
 
+    state.AcceleratorState._reset_state(reset_partial_state=True)  # of the task before
+    state.GradientState._reset_state()
     state.PartialState._prepare_backend = prepare
     state.PartialState.set_device = device
 
@@ -155,16 +156,17 @@ def main() -> int:
 
     trainer = [*of_torch(switch="", options=(TRAINER,))[:2], *of_torch(options=(TRAINER,))[:3]]
     rows = [*of_torch(switch=""), *of_torch(), *trainer]
-    return trials.main("accelerate", "Accelerate 1.15.0, transformers 5.24.0", rows, TEXT, _more)
+    return trials.main("accelerate", "Accelerate 1.15.0, transformers 5.24.0", rows, TEXT, _more, together=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].endswith(".task.json"):
-        from evidence.libraries import torch_job
-        from evidence.libraries.trials import Task as Given
+    from evidence.libraries.trials import tasks_of
 
-        given = Given.read(sys.argv[1])
-        if TRAINER in given.options:
-            torch_job.end_with(partial(_with_trainer, given), given)
-        torch_job.run(given, _make, _save, _load)
+    if tasks := tasks_of(sys.argv):
+        from evidence.libraries import torch_job
+
+        torch_job.run_all(
+            tasks,
+            lambda task: _with_trainer(task) if TRAINER in task.options else torch_job.result_of(task, _make, _save, _load),
+        )
     sys.exit(main())

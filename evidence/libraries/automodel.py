@@ -19,7 +19,8 @@ WEIGHTS = "model_save_format=torch_save"
 TEXT = f"""The calls are those of `nemo_automodel/recipes/base_recipe.py`. By default AutoModel saves the model by PyTorch's
 writer of Hugging Face files, which stays as it is, and the optimizer and the schedule by a call without a writer. With
 `{WEIGHTS}` both are saved without a writer. The model is a Llama of transformers. Not tested: `is_async`, which
-copies by an accelerator, its recipes around the checkpointer, consolidated exports, adapters, experts, pipelines."""
+copies by an accelerator, its recipes around the checkpointer, consolidated exports, adapters, experts, pipelines. Its file
+`consolidate.sh` has the path of the folder, and is not compared."""
 
 
 def _make(task: Task, seed: int) -> Trained:
@@ -69,7 +70,8 @@ def _more(run: Trials) -> Iterator[tuple[str, bool]]:
     """Compare the files of saves without the switch."""
     from evidence.libraries.trials import ABSENT, Trial, as_without_unickpt
 
-    yield as_without_unickpt("AutoModel", [run.saved(Trial("FSDP2 on 2", switch=value))[0] for value in (ABSENT, "", "off")])
+    places = [run.saved(Trial("FSDP2 on 2", switch=value))[0] for value in (ABSENT, "", "off")]
+    yield as_without_unickpt("AutoModel", places, but="consolidate.sh")
 
 
 def main() -> int:
@@ -77,13 +79,14 @@ def main() -> int:
     from evidence.libraries.trials import of_torch
 
     rows = [*of_torch(switch=""), *of_torch(), *of_torch(options=(WEIGHTS,))]
-    return trials.main("automodel", "NeMo AutoModel 0.7.0", rows, TEXT, _more)
+    return trials.main("automodel", "NeMo AutoModel 0.7.0", rows, TEXT, _more, together=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].endswith(".task.json"):
-        from evidence.libraries import torch_job
-        from evidence.libraries.trials import Task as Given
+    from evidence.libraries.trials import tasks_of
 
-        torch_job.run(Given.read(sys.argv[1]), _make, _save, _load)
+    if tasks := tasks_of(sys.argv):
+        from evidence.libraries import torch_job
+
+        torch_job.run(tasks, _make, _save, _load)
     sys.exit(main())

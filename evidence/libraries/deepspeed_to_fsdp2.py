@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,5 +133,5 @@ if __name__ == "__main__":
     if tasks:
         from evidence.libraries import torch_job
 
-        torch_job.end_with(partial(_load, tasks[0]), tasks[0])
+        torch_job.run_all(tasks, _load)
     sys.exit(main())

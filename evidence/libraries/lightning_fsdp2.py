@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +125,7 @@ def _more(run: Trials) -> Iterator[tuple[str, bool]]:
 
     yield as_without_unickpt("Lightning", [run.saved(Trial("FSDP2 on 2", switch=value))[0] for value in (ABSENT, "", "off")])
     place, _ = run.saved(Trial("FSDP2 on 2"))
-    tool, out = "lightning.pytorch.utilities.consolidate_checkpoint", place / "whole.ckpt"
+    tool, out = "lightning.fabric.utilities.consolidate_checkpoint", place / "whole.ckpt"
     out.unlink(missing_ok=True)
     made = run.tool(tool, str(place / "ck" / NAME), "--output_file", str(out))
     state = torch.load(place / "notes" / "state.pt", weights_only=False)
@@ -141,14 +140,14 @@ def main() -> int:
 
     tensor = [Trial("FSDP2 on 2", TENSOR, (2, 4)), Trial(TENSOR, "FSDP2 on 2", (4, 2))]
     rows = [*of_torch(switch="")[:3], Trial("FSDP2 on 2", TENSOR, (2, 4), ""), *of_torch()[:3], *tensor]
-    return trials.main("lightning_fsdp2", "Lightning 2.6.6", rows, TEXT, _more)
+    return trials.main("lightning_fsdp2", "Lightning 2.6.6", rows, TEXT, _more, together=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].endswith(".task.json"):
-        from evidence.libraries import torch_job
-        from evidence.libraries.trials import Task as Given
+    from evidence.libraries.trials import tasks_of
 
-        given = Given.read(sys.argv[1])
-        torch_job.end_with(partial(_train, given), given)
+    if tasks := tasks_of(sys.argv):
+        from evidence.libraries import torch_job
+
+        torch_job.run_all(tasks, _train)
     sys.exit(main())

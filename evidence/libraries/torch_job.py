@@ -6,6 +6,7 @@ With ``UNICKPT_AUTOLOAD=0`` no hook of unickpt is installed, as if it were not t
 from __future__ import annotations
 
 import os
+import random
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -49,21 +51,22 @@ Call = Callable[[Trained, Task], Mapping[str, Any] | None]
 State = dict[str, Any]
 
 
-def run(task: Task, make: Make, save: Call, load: Call) -> None:
-    """Do a task in this rank of a job of torchrun, and end the process.
+def run(tasks: Sequence[Task], make: Make, save: Call, load: Call) -> None:
+    """Do tasks in this rank of a job of torchrun, one after the other, and end the process.
 
     Args:
-        task: what to do. Its layout is in the words of ``sizes``.
-        make: makes what the job trains, from the task and a seed.
+        tasks: what to do. Their layouts are in the words of ``sizes``.
+        make: makes what a task trains, from the task and a seed.
         save: saves it in ``task.folder`` by the library. What it returns is noted in the result.
         load: the same for a load.
     """
+    run_all(tasks, lambda task: result_of(task, make, save, load))
 
-    def work() -> Result:
-        trained = make(task, seed_of(task))
-        return (_loaded if task.loads else _saved)(trained, task, load if task.loads else save)
 
-    end_with(work, task)
+def result_of(task: Task, make: Make, save: Call, load: Call) -> Result:
+    """Do one task of ``run``."""
+    trained = make(task, seed_of(task))
+    return (_loaded if task.loads else _saved)(trained, task, load if task.loads else save)
 
 
 def seed_of(task: Task) -> int:
@@ -71,19 +74,22 @@ def seed_of(task: Task) -> int:
     return 7 if task.loads else 1
 
 
-def end_with(work: Callable[[], Result], task: Task) -> None:
-    """Do a work in this rank, write its result, and end the process."""
+def run_all(tasks: Sequence[Task], work: Callable[[Task], Result]) -> None:
+    """Do tasks in this rank, up to one that fails, write their results, and end the process."""
     rank = int(os.environ["RANK"])
-    try:
-        result = work()
-    except BaseException as err:
-        traceback.print_exc()
+    for task in tasks:
+        random.seed(seed_of(task))
+        numpy.random.seed(seed_of(task))
+        try:
+            result = work(task)
+        except BaseException as err:
+            traceback.print_exc()
+            if rank == 0:
+                Result(error=f"{type(err).__name__}: {err}".strip().partition("\n")[0]).write(task)
+            os._exit(1)  # ranks that wait for this one end with it
         if rank == 0:
-            Result(error=f"{type(err).__name__}: {err}".strip().partition("\n")[0]).write(task)
-        os._exit(1)  # ranks that wait for this one end with it
-    if rank == 0:
-        result.write(task)
-    dist.barrier()
+            result.write(task)
+        dist.barrier()
     leave()
 
 

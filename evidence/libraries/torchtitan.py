@@ -117,13 +117,14 @@ def main() -> int:
     from evidence.libraries.trials import of_torch
 
     rows = [*of_torch(switch=""), *of_torch(), *of_torch(options=(ASYNCHRONOUS,))[1:2], *of_torch(options=(LAST,))[1:2]]
-    return trials.main("torchtitan", "torchtitan 0.3.0", rows, TEXT, _more)
+    return trials.main("torchtitan", "torchtitan 0.3.0", rows, TEXT, _more, together=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].endswith(".task.json"):
-        from evidence.libraries import torch_job
-        from evidence.libraries.trials import Task as Given
+    from evidence.libraries.trials import tasks_of
 
-        torch_job.run(Given.read(sys.argv[1]), _make, _save, _load)
+    if tasks := tasks_of(sys.argv):
+        from evidence.libraries import torch_job
+
+        torch_job.run(tasks, _make, _save, _load)
     sys.exit(main())

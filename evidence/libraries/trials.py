@@ -299,9 +299,15 @@ def stand_in(*packages: str) -> None:
         sys.modules[name] = module
 
 
-def as_without_unickpt(library: str, places: Sequence[Path]) -> tuple[str, bool]:
-    """Return whether what several saving jobs have saved is the same: without unickpt, with the switch unset, and off."""
-    found = [digests(place / "ck") for place in places]
+def as_without_unickpt(library: str, places: Sequence[Path], *, but: str = "") -> tuple[str, bool]:
+    """Return whether what several saving jobs have saved is the same: without unickpt, with the switch unset, and off.
+
+    Args:
+        library: its name in the sentence.
+        places: folders of the jobs.
+        but: name of a file that is not compared, since it has the path of the folder.
+    """
+    found = [digests(place / "ck", leave_out=lambda name: Path(name).name == but) for place in places]
     differ = sorted({name for each in found for name in each if len({other.get(name) for other in found}) > 1})
     said = (
         f"`UNICKPT` unset or `off`: the {len(found[0])} files that {library} writes without unickpt, byte for byte. Of "

@@ -6,13 +6,12 @@ python -m evidence.libraries.verl_fsdp [--page docs/evidence/libraries.md]
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from evidence.libraries.torch_job import Trained
-    from evidence.libraries.trials import Task, Trials
+    from evidence.libraries.trials import Task
 
 STEP = 3
 TEXT = """Each rank writes its DTensors by `torch.save` to a file whose name has the number of ranks, and reads this file again.
@@ -50,13 +49,6 @@ def _load(trained: Trained, task: Task) -> None:
     trained.more["manager"].load_checkpoint(_folder(task))
 
 
-def _more(run: Trials) -> Iterator[tuple[str, bool]]:
-    """Compare the files of saves without the switch."""
-    from evidence.libraries.trials import ABSENT, Trial, as_without_unickpt
-
-    yield as_without_unickpt("verl", [run.saved(Trial("FSDP2 on 2", switch=value))[0] for value in (ABSENT, "", "off")])
-
-
 def main() -> int:
     from dataclasses import replace
 
@@ -66,13 +58,14 @@ def main() -> int:
     own = "_world_size_{}_rank_0.pt'"
     first, *others = of_torch(switch="")
     rows = [first, replace(first, switch="1"), *(replace(each, expected=own.format(each.ranks[1])) for each in others[:2])]
-    return trials.main("verl_fsdp", "verl 0.9.1, FSDP2", rows, TEXT, _more, environment="verl")
+    return trials.main("verl_fsdp", "verl 0.9.1, FSDP2", rows, TEXT, environment="verl", together=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].endswith(".task.json"):
-        from evidence.libraries import torch_job
-        from evidence.libraries.trials import Task as Given
+    from evidence.libraries.trials import tasks_of
 
-        torch_job.run(Given.read(sys.argv[1]), _make, _save, _load)
+    if tasks := tasks_of(sys.argv):
+        from evidence.libraries import torch_job
+
+        torch_job.run(tasks, _make, _save, _load)
     sys.exit(main())
