@@ -42,6 +42,7 @@ TORCH = {
     "torch.distributed.checkpoint.state_dict_saver": "torch_unickpt.hooks:install_saver",
     "torch.distributed.checkpoint.state_dict_loader": "torch_unickpt.hooks:install_loader",
 }
+VERL = {"verl.utils.checkpoint.fsdp_checkpoint_manager": "torch_unickpt.hooks:install_verl"}
 TORCH_TIMING = {  # only if the environment asks for timing: ``import torch`` imports the first of them
     "torch.nn.parallel.distributed": "torch_unickpt.hooks:install_ddp",
     "torch.distributed.fsdp._fully_shard._fully_shard": "torch_unickpt.hooks:install_fsdp",
@@ -57,6 +58,7 @@ def arm() -> None:
             watch(DEEPSPEED)
             watch(MEGATRON)
             watch(TORCH)
+            watch(VERL)
             if os.environ.get("UNICKPT_TIMING"):
                 watch(TORCH_TIMING)
             _note_worker()

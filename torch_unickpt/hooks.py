@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch_unickpt.framework.declaration import declared
+from torch_unickpt.framework.declaration import declared, declared_in_verl
 from torch_unickpt.framework.versions import FRAMEWORK, version
 from unickpt.base import hooks
 from unickpt.base.switch import switch, times
@@ -92,6 +92,20 @@ def _timed(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) 
     return wrapped(*args, **kwargs)
 
 
+def _save_of_verl(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    if not switch().saves:
+        return wrapped(*args, **kwargs)
+    from torch_unickpt import verl_manager
+
+    return verl_manager.save(wrapped, instance, _arguments(wrapped, args, kwargs))
+
+
+def _load_of_verl(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    from torch_unickpt import verl_manager
+
+    return verl_manager.load(wrapped, instance, _arguments(wrapped, args, kwargs))
+
+
 SAVE = declared(
     "torch.dcp.save", "torch.distributed.checkpoint.state_dict_saver", "_save_state_dict", _save,
     why="save chooses a storage writer by the path, from a closed list", parameters=("state_dict", "storage_writer", "no_dist"),
@@ -121,8 +135,12 @@ FSDP = declared(
     "torch.timing.fsdp", "torch.distributed.fsdp._fully_shard._fully_shard", "fully_shard", _timed,
     why="no callback when a model is wrapped, before its first collectives",
 )  # fmt: skip
+VERL = [
+    declared_in_verl("verl.fsdp.save", "save_checkpoint", _save_of_verl, parameters=("local_path", "global_step")),
+    declared_in_verl("verl.fsdp.load", "load_checkpoint", _load_of_verl, parameters=("local_path",)),
+]
 NEEDED = [SAVE, LOAD, METADATA, HF_METADATA]
-BESIDE = [ASYNC_SAVE]  # alone: without it, saves are copied by torch and written all the same
+BESIDE = [ASYNC_SAVE, *VERL]  # alone: without the first, saves are copied by torch and written all the same
 OPTIONAL = [DDP, FSDP]  # installed only if the environment asks for timing
 DECLARED = [*NEEDED, *BESIDE, *OPTIONAL]
 
@@ -141,6 +159,13 @@ def install_saver() -> bool:
     """Install the hooks on saves, and return whether those that are needed are."""
     _install(ASYNC_SAVE)
     return _install(SAVE)
+
+
+def install_verl() -> bool:
+    """Install the hooks on verl's manager of FSDP checkpoints."""
+    from importlib.metadata import version as version_of
+
+    return hooks.install(VERL, framework="verl", version=version_of("verl"), lost="no universal checkpoints of FSDP models")
 
 
 def _install_timing(hook: hooks.Hook) -> bool:

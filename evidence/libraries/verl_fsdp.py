@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 STEP = 3
 TEXT = """Each rank writes its DTensors by `torch.save` to a file whose name has the number of ranks, and reads this file again.
-No function of PyTorch's checkpoints is called, so the switch does not act: these rows are what verl does by itself."""
+Under the switch a hook on the manager saves model, optimizer and schedule as a unickpt checkpoint in the same folder; verl still
+writes its configuration and the generators of each rank. FSDP1 and `save_lora_only` stay verl's own."""
 
 
 def _make(task: Task, seed: int) -> Trained:
@@ -57,7 +58,7 @@ def main() -> int:
 
     own = "_world_size_{}_rank_0.pt'"
     first, *others = of_torch(switch="")
-    rows = [first, replace(first, switch="1"), *(replace(each, expected=own.format(each.ranks[1])) for each in others[:2])]
+    rows = [*of_torch(), first, *(replace(each, expected=own.format(each.ranks[1])) for each in others[:2])]
     return trials.main("verl_fsdp", "verl 0.9.1, FSDP2", rows, TEXT, environment="verl", together=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch_unickpt.framework.versions import VERSIONS
+from torch_unickpt.framework.versions import VERL_VERSIONS, VERSIONS
 from unickpt.base.hooks import Hook
 
 _SOURCE = "https://github.com/pytorch/pytorch/blob/main"
@@ -16,6 +16,8 @@ FINGERPRINTS = {
     "torch.timing.ddp": frozenset({"edeca76c32b0", "8c9e53e7d816"}),
     "torch.timing.fsdp": frozenset({"12613d78c56e", "8c50e63ef8c6"}),
     "torch.dcp.metadata": frozenset({"46c49b5800fc"}),
+    "verl.fsdp.save": frozenset({"b0a867d01519"}),
+    "verl.fsdp.load": frozenset({"f4e358625b96"}),
     "torch.dcp.hf_metadata": frozenset({"690827a42058"}),
 }
 
@@ -28,4 +30,15 @@ def declared(
         name=name, module=module, attribute=attribute, wrapper=wrapper, versions=VERSIONS, fingerprints=FINGERPRINTS[name],
         why=why, upstream=f"{_SOURCE}/{module.replace('.', '/')}.py",
         until="torch takes its default storage classes from a registry", parameters=parameters, strict=False,
+    )  # fmt: skip
+
+
+def declared_in_verl(name: str, method: str, wrapper: Callable[..., Any], *, parameters: tuple[str, ...]) -> Hook:
+    """Return a hook on verl's manager of FSDP checkpoints. It is not strict, as ``declared``."""
+    return Hook(
+        name=name, module="verl.utils.checkpoint.fsdp_checkpoint_manager", attribute=f"FSDPCheckpointManager.{method}",
+        wrapper=wrapper, versions=VERL_VERSIONS, fingerprints=FINGERPRINTS[name],
+        why="each rank reads its own file again, whose name has the number of ranks",
+        upstream="https://github.com/volcengine/verl/issues/2265", until="verl saves FSDP models through torch's DCP",
+        parameters=parameters, strict=False,
     )  # fmt: skip
