@@ -173,7 +173,7 @@ def save(
     directory = call.directory
     ranks = Group() if call.alone else Group.of(call.group)
     exchange = exchange_of(call.group, timeout_s=TIMEOUT_S, purpose="dcp-save", alone=call.alone)
-    contents, holders, failed = _agreed(exchange, parts, failed, allow_pickle=call.allow_pickle)
+    contents, holders, failed = _agreed(exchange, parts, failed, call)
 
     def contribute(_: Message) -> Contribution:
         assert contents is not None
@@ -209,7 +209,7 @@ def failure_of(pending: PendingSave) -> DcpSaveError:
 
 
 def _agreed(
-    exchange: MessageExchange, parts: Parts | None, failed: BaseException | None, *, allow_pickle: bool
+    exchange: MessageExchange, parts: Parts | None, failed: BaseException | None, call: Call
 ) -> tuple[Contents | None, Holders, BaseException | None]:
     """Agree on where model and optimizer lie, and on which ranks hold the same. Every rank calls it.
 
@@ -224,8 +224,8 @@ def _agreed(
         if failed is None and parts is not None:
             try:
                 contents = Contents.of(parts.tensors, parts.others, parts.paths, tree)
-                if not allow_pickle:
-                    check(contents.values)
+                if not call.allow_pickle:
+                    check(contents.values, pickled=not call.stands_in)
                 keys = [*(item.text for item in contents.items if item.plain), *map(_value_key, contents.values)]
                 keys.append(_TREE + json.dumps(contents.tree.as_json()))
                 meshes = mesh_digests((item.key, item.value) for item in contents.items if is_dtensor(item.value))

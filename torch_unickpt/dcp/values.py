@@ -40,8 +40,12 @@ def restored(value: Any) -> Any:
     return stream
 
 
-def check(values: Mapping[str, Any]) -> None:
+def check(values: Mapping[str, Any], *, pickled: bool) -> None:
     """Check that values can be stored without pickle: a load would leave the others out, and miss them.
+
+    Args:
+        values: by key.
+        pickled: those are stored that a planner has pickled.
 
     Raises:
         UnsupportedLayoutError: some cannot.
@@ -49,3 +53,6 @@ def check(values: Mapping[str, Any]) -> None:
     opaque = objects.encode(values, prefix="").opaque
     if opaque:
         raise UnsupportedLayoutError(f"values of types that unickpt does not store without pickle: {'; '.join(opaque[:8])}")
+    made = sorted(key for key, value in values.items() if isinstance(value, Bytes))
+    if made and not pickled:
+        raise UnsupportedLayoutError(f"the planner pickles values, which a load would refuse: {', '.join(made[:8])}")

@@ -35,6 +35,13 @@ class Finishing(DefaultSavePlanner):
         return super().finish_plan(new_plan)
 
 
+class Pickling(DefaultSavePlanner):
+    """Makes pickles of values by itself."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return super().transform_object(write_item, object)
+
+
 def _ours(place: Path) -> bool:
     dist.barrier()
     return (place / "manifest.json").exists()
@@ -102,6 +109,9 @@ def values_that_need_pickle_are_saved_by_torch(folder: Path) -> None:
         state: dict[str, Any] = {"a": torch.zeros(3), "dp_rank_1": None}
         dcp.load(state, checkpoint_id=place)
         assert (state["dp_rank_1"].number, state["a"].tolist()) == (1, [1, 1, 1])
+    with _switched():
+        dcp.save({"a": torch.ones(3), "epoch": 3}, checkpoint_id=folder / "pickled", planner=Pickling())
+    assert not _ours(folder / "pickled"), "a load without a reader of its own would refuse it"
     with _switched():
         dcp.async_save({"a": torch.ones(3), **own}, checkpoint_id=folder / "later").result()
     assert not _ours(folder / "later")
