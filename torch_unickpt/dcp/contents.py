@@ -69,16 +69,18 @@ class Contents:
             name, state = found.tree.name_of(key)
             if not name:
                 raise UnsupportedLayoutError("the state dict has a tensor without a name")
+            if key in found.tree.generic or paths.get(key, ()) != found.tree.path_of_key(key):
+                found.paths[key] = paths.get(key, (key,))
             if found.tree.is_state(key) and _is_scalar(state, value, shapes.get((name, WEIGHT))):
                 scalars.setdefault(name, {})[state] = value
                 continue
             kind = "optimizer" if state != WEIGHT else "buffer" if key in found.tree.generic else "parameter"
             found.items.append(Item((name, state), value, kind, divided=False))
-            if key in found.tree.generic or paths.get(key, ()) != found.tree.path_of(name, state):
-                found.paths[key] = paths.get(key, (key,))
         settings: dict[str, dict[str, Any]] = {}
         for key, value in others.items():
             setting = found.tree.setting_of(key)
+            if paths.get(key, ()) != found.tree.path_of_key(key):
+                found.paths[key] = paths.get(key, (key,))
             if setting is not None:
                 settings.setdefault(setting[0], {})[setting[1]] = value
                 if found.tree.flat:
@@ -88,7 +90,6 @@ class Contents:
                 scalars.setdefault(name, {})[state] = value
                 continue
             found.values[key] = stored(value)
-            found.paths[key] = paths.get(key, (key,))
         found.record = found._record(scalars, settings)
         return found
 
@@ -112,7 +113,7 @@ class Contents:
         found = encoded(values, names)
         for key in found.left_out:
             self.values[prefix + key] = values[key]
-            self.paths.setdefault(prefix + key, (*prefix.rstrip(".").split("."), key))
+            self.paths.setdefault(prefix + key, self.tree.path_of_key(prefix + key))
         return replace(found, left_out=())
 
     def has(self, name: str) -> bool:

@@ -132,18 +132,8 @@ class Contained:
                 like = self._template.get(key, value)
                 is_tensor = isinstance(like, torch.Tensor)
                 found[key] = tensor_metadata(tuple(like.shape), like.dtype) if is_tensor else BytesStorageMetadata()
-            paths[key] = self._path(key)
+            paths[key] = self.stored.paths[key] if key in self.stored.paths else self.stored.tree.path_of_key(key)
         return Metadata(found, planner_data=paths)
-
-    def _path(self, key: str) -> tuple[Any, ...]:
-        if key in self.stored.paths:
-            return self.stored.paths[key]
-        tree = self.stored.tree
-        setting = tree.setting_of(key)
-        if setting is not None and tree.flat:
-            before = (tree.optimizer or "").rstrip(".")
-            return (*(before.split(".") if before else ()), f"param_groups.{setting[0]}.{setting[1]}")
-        return tree.path_of(*tree.name_of(key))
 
     def requests(self, plan: LoadPlan, planner: LoadPlanner) -> tuple[list[tuple[Key, Value]], list[tuple[ReadItem, Any]]]:
         """Return the tensors to fill, and the tensors and values that ``give`` hands to the planner after that."""

@@ -107,6 +107,13 @@ class Tree:
         under = (f"{_STATE}{name}.{state}",) if self.flat else ("state", name, state)
         return (*_parts(self.optimizer or ""), *under)
 
+    def path_of_key(self, key: str) -> Path:
+        """Return the path of a key that is not generic, as programs have it whose values lie where the tree says."""
+        setting = self.setting_of(key)
+        if setting is not None and self.flat:
+            return (*_parts(self.optimizer or ""), f"{_GROUPS}{setting[0]}.{setting[1]}")
+        return self.path_of(*self.name_of(key))
+
     def is_state(self, key: str) -> bool:
         """Whether a key is that of a state of the optimizer."""
         return self.optimizer is not None and key.startswith(self.optimizer + _STATE) and self.name_of(key)[1] != WEIGHT

@@ -16,7 +16,9 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from unickpt.base import autoload
 
@@ -222,8 +224,51 @@ def test_a_state_dict_of_any_words_comes_back(
     place = tmp_path_factory.mktemp("any")
     monkeypatch.setenv("UNICKPT", "off")
     try:
-        expected = _through(state, place / "stock")
+        expected = _through(state, place / "stock"), _whole(place / "stock")
     except (Exception, CheckpointException):  # two values have one key, or torch misses its own
         reject()
     monkeypatch.setenv("UNICKPT", "1")
-    assert _through(state, place / "step1") == expected
+    assert (_through(state, place / "step1"), _whole(place / "step1")) == expected
+
+
+def _whole(place: Path) -> Any:
+    """Return what a folder has for a caller that knows no state dict, in an order of its own."""
+
+    def ordered(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: ordered(value[key]) for key in sorted(value, key=str)}
+        return [ordered(each) for each in value] if type(value) is list else value
+
+    return _plain(ordered(_load_state_dict_from_keys(checkpoint_id=place)))
+
+
+@pytest.mark.parametrize("form", sorted({*FORMS} - {"empty"}))  # torch refuses an empty one here
+def test_the_whole_of_it_is_read_without_a_state_dict(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("off", "1"):
+        monkeypatch.setenv("UNICKPT", value)
+        dcp.save(FORMS[form](), checkpoint_id=tmp_path / value)
+    assert _whole(tmp_path / "1") == _whole(tmp_path / "off")
+
+
+def test_a_part_is_loaded_by_a_planner_that_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for value in ("off", "1"):
+        monkeypatch.setenv("UNICKPT", value)
+        dcp.save({"model": {"w": _t(2), "v": _t(3)}, "epoch": 3}, checkpoint_id=tmp_path / value)
+        state = {"model": {"w": torch.zeros(2), "new": torch.ones(2)}, "epoch": 0, "more": 5}
+        dcp.load(state, checkpoint_id=tmp_path / value, planner=DefaultLoadPlanner(allow_partial_load=True))
+        found[value] = _plain(state)
+    assert found["1"] == found["off"]
+
+
+def test_planners_that_do_not_flatten_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for value in ("off", "1"):
+        monkeypatch.setenv("UNICKPT", value)
+        saved = {"model.w": _t(2), "optimizer": {"lr": 1, "t": _t(3)}, "list": [_t(2), 1]}
+        dcp.save(saved, checkpoint_id=tmp_path / value, planner=DefaultSavePlanner(flatten_state_dict=False))
+        state = {"model.w": torch.zeros(2), "optimizer": None, "list": []}
+        dcp.load(state, checkpoint_id=tmp_path / value, planner=DefaultLoadPlanner(flatten_state_dict=False))
+        found[value] = _plain(state)
+    assert (tmp_path / "1" / "manifest.json").exists()
+    assert found["1"] == found["off"]
