@@ -51,7 +51,7 @@ class Contained:
     def tensor(self, key: str) -> tuple[str, str] | None:
         """Return the stored name and state of the tensor with a key, or None."""
         for tree in (self.stored.tree, self._wanted):
-            if tree is None:
+            if tree is None or tree.key_of(*tree.name_of(key)) != key:  # such as a value with the name of a parameter
                 continue
             name, state = tree.name_of(key)
             name = self.stored.checkpoint.manifest.aliases.get(name, name)

@@ -101,6 +101,7 @@ FORMS: dict[str, Build] = {
     "app": lambda: {"app": _by_name()},
     "other words": lambda: {"net": _by_name()["model"], "optim": _by_name()["optimizer"], "sched": {"last_epoch": 3}},
     "dots in names": lambda: {"model": {"a.b": _t(2), "a": {"c.d": _t(3)}, ".": _t(1), "x.": _t(2), ".y": _t(2)}},
+    "values with names of parameters": lambda: {"model": {"step": _t(2), "w": _t(3)}, "step": 5, "w": "text"},
     "digits as names": lambda: {"model": {"0": _t(2), "1": {"2": _t(3)}}, "2": _t(1), "3": 4},
     "numbers as names": lambda: {"model": {0: _t(2), 1: {2: _t(3)}}, "x": {5: "five"}},
     "odd names": lambda: {"model": {"": _t(2), "ü/ß": _t(2), "$tuple": _t(1), " ": 3, "a" * 300: _t(1)}, "$x": {"$y": 1}},
