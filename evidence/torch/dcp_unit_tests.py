@@ -37,7 +37,10 @@ VARIABLES = {
 TEST_LIMIT_S = 60  # of torch's harness, for one test
 JOBS = 3  # for one file
 # Why a test that passes stock does not with unickpt
+_SLOW = "passes no storage class, so it is as stock: torch.compile took longer than the limit on a busy machine"
 REASONS = {
+    "e2e/test_e2e_save_and_load.py::TestE2ESaveAndLoad::test_e2e_compile_True_model_type1": _SLOW,
+    "e2e/test_e2e_save_and_load.py::TestE2ESaveAndLoad::test_e2e_compile_True_model_type2": _SLOW,
     "test_compatibility.py::TestDCPCompatbility::test_storage_meta": (
         "expects the number of the save that torch's writer draws (`save_id`); unickpt stores none"
     ),
@@ -47,7 +50,7 @@ REASONS = {
 }
 NOT_TESTED = """\
 Not tested: GPUs and NCCL, tests that pass a storage class of their own, and the tests of Hugging Face's storage classes, which
-unickpt does not replace.
+unickpt does not replace. The files are of several revisions of PyTorch's main branch around 2.13, so some need names that 2.13 lacks.
 """
 
 Outcomes = dict[str, dict[str, Any]]
