@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 STEP = 3
 TEXT = """Each rank writes its DTensors by `torch.save` to a file whose name has the number of ranks, and reads this file again.
-Under the switch a hook on the manager saves model, optimizer and schedule as a unickpt checkpoint in the same folder; verl still
-writes its configuration and the generators of each rank. FSDP1 and `save_lora_only` stay verl's own."""
+Under the switch a hook on the manager saves model, optimizer and schedule as a unickpt checkpoint in the same folder; verl
+still writes its configuration and the generators of each rank. FSDP1 and `save_lora_only` stay verl's own."""
 
 
 def _make(task: Task, seed: int) -> Trained:

@@ -49,8 +49,10 @@ REASONS = {
     ),
 }
 NOT_TESTED = """\
-Not tested: GPUs and NCCL, tests that pass a storage class of their own, and the tests of Hugging Face's storage classes, which
-unickpt does not replace. The files are of several revisions of PyTorch's main branch around 2.13, so some need names that 2.13 lacks.
+Not tested: GPUs and NCCL, tests that pass a storage class of their own, the tests of Hugging Face's storage classes, which
+unickpt does not replace, and those of `test_state_dict`, `test_checkpoint`, `test_planner`, `test_dtensor_checkpoint` and
+`fsdp/test_fsdp_dsd`. The files are of several revisions of PyTorch's main branch around 2.13, so some need names that 2.13
+lacks.
 """
 
 Outcomes = dict[str, dict[str, Any]]
