@@ -36,6 +36,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--millions", type=int, default=50, help="parameters")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument(
+        "--no-process", action="store_true", help="without DCP's process, which holds a second copy of the state"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--json", type=Path, help="file for the seconds of every round")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -155,7 +158,7 @@ def worker(args: argparse.Namespace) -> None:
                 found[f"{kind} save"] = slowest(partial(save, job, kind, where))
             peaks[f"{kind} save"] = most(peak.bytes)
             sizes[kind] = sum(f.stat().st_size for f in where.rglob("*") if f.is_file())
-            for process in (False, True) if kind == "DCP" else (False,):
+            for process in (False, True) if kind == "DCP" and not args.no_process else (False,):
                 how = f"{kind} async{', process' if process else ''}"
                 with Peak() as peak:
                     found[f"{how}, stall"], found[f"{how}, durable"] = behind(job, kind, process)
@@ -203,7 +206,7 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
-    options = [f"--millions={args.millions}", f"--rounds={args.rounds}"]
+    options = [f"--millions={args.millions}", f"--rounds={args.rounds}", *(["--no-process"] if args.no_process else [])]
     ranks = " ".join(map(str, args.ranks))
     lines = [f"`python -m benchmarks.torch_save_load {' '.join(options)} --ranks {ranks}`", ""]
     lines.append(f"{args.millions}M parameters, fp32, AdamW, FSDP2; {machine()}.")
