@@ -59,3 +59,11 @@ def itemsize_bytes(name: str) -> int:
         return _ITEMSIZE[name]
     except (KeyError, TypeError):
         return torch_dtype(name).itemsize  # raises
+
+
+def byte_view(dense: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a dense tensor as a 1-D tensor of bytes.
+
+    torch calls a tensor of one element contiguous whatever its stride, and then refuses to view it as bytes.
+    """
+    return dense.detach().as_strided((dense.numel(),), (1,)).view(torch.uint8)

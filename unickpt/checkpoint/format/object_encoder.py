@@ -20,6 +20,7 @@ import xxhash
 
 from unickpt.base.errors import FormatError
 from unickpt.checkpoint.format import dtypes, object_types
+from unickpt.checkpoint.format.dtypes import byte_view
 from unickpt.checkpoint.format.object_types import MAX_DIGITS, ROWS, TypeRow
 
 MAX_DEPTH = 128
@@ -61,7 +62,7 @@ def digest_of(value: Any) -> str:
     found = xxhash.xxh3_128(json.dumps(encoded.value, sort_keys=True).encode())
     for key, tensor in encoded.tensors.items():
         found.update(key.encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+        found.update(byte_view(tensor.contiguous()).numpy().tobytes() if tensor.numel() else b"")
     return found.hexdigest()
 
 

@@ -27,6 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from unickpt.checkpoint.format.dtypes import byte_view
+
 MAX_DIGITS = 4000  # of an integer
 _MAX_EXPONENT = 100_000  # of a decimal number: int() of a larger one takes megabytes
 _FACTORIES: Mapping[str, Any] = {
@@ -210,7 +212,7 @@ def _raw(parts: Any) -> np.ndarray[Any, Any]:
 def _viewed_parts(value: torch.Tensor) -> Any:
     """Return a tensor of a dtype that the format does not have as its dtype, shape and bytes."""
     data = value.detach().to("cpu").contiguous()
-    return [str(data.dtype), list(data.shape), data.reshape(-1).view(torch.uint8)]
+    return [str(data.dtype), list(data.shape), byte_view(data)]
 
 
 def _viewed(parts: Any) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from unickpt.base.errors import StorageError
 from unickpt.checkpoint.format.casts import Comparison, comparison, is_dense
 from unickpt.checkpoint.format.checksums import RunningChecksum, fragment_checksum
+from unickpt.checkpoint.format.dtypes import byte_view
 from unickpt.checkpoint.load.file_blocks import read_blocks
 from unickpt.checkpoint.storage.base import DescriptorReader, Reader
 
@@ -150,7 +151,7 @@ def read_checked(
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor."""
-    return memoryview(tensor.detach().view(torch.uint8).numpy().data)
+    return memoryview(byte_view(tensor).numpy().data)
 
 
 def _by_extension(reader: DescriptorReader, offset_bytes: int, parts: Sequence[FileRange], *, checks: bool) -> list[int]:

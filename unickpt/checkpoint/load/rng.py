@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from unickpt.checkpoint.format.dtypes import byte_view
+
 RngState = dict[str, Any]
 
 
@@ -89,7 +91,7 @@ def seed_from(stored: Any) -> int:
             for each in value:
                 add(each)
         elif isinstance(value, torch.Tensor):
-            digest.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(byte_view(value.detach().cpu().contiguous()).numpy().tobytes())
         elif isinstance(value, np.ndarray):
             add(value.tolist()) if value.dtype.hasobject else digest.update(value.tobytes())
         elif isinstance(value, torch.Generator):

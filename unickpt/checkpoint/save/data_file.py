@@ -13,6 +13,7 @@ import torch
 from unickpt.base.errors import CoverageError
 from unickpt.checkpoint.format import rank_rows as rows_module
 from unickpt.checkpoint.format.checksums import RunningChecksum, RunningDigest, digest
+from unickpt.checkpoint.format.dtypes import byte_view
 from unickpt.checkpoint.format.file_names import DATA_FORMAT
 from unickpt.checkpoint.format.index import FragmentRow, TensorInfo
 from unickpt.checkpoint.format.layout import fragment_key
@@ -197,4 +198,4 @@ def write_rows(storage: Storage, rows_name: str, rows: list[FragmentRow], tensor
 def host_bytes(data: torch.Tensor) -> memoryview:
     """Return the bytes of the elements in row-major order. For a dense CPU tensor it is a view."""
     dense = data.detach().reshape(-1).to("cpu").resolve_conj().resolve_neg().contiguous()
-    return memoryview(dense.view(torch.uint8).numpy().data) if dense.numel() else memoryview(b"")
+    return memoryview(byte_view(dense).numpy().data) if dense.numel() else memoryview(b"")
