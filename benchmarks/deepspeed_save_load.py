@@ -194,8 +194,8 @@ class Dcp:
     def save(self, place: Path) -> None:
         self._dcp.save(dict(self._tensors), checkpoint_id=str(place))
 
-    def save_behind(self, place: Path) -> Any:
-        return self._dcp.async_save(dict(self._tensors), checkpoint_id=str(place), process_group=self._group)
+    def save_behind(self, place: Path, **more: Any) -> Any:
+        return self._dcp.async_save(dict(self._tensors), checkpoint_id=str(place), process_group=self._group, **more)
 
     def save_with_weights(self, place: Path) -> None:
         self._dcp.save(self._tensors | self._weights, checkpoint_id=str(place))

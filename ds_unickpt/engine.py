@@ -12,7 +12,7 @@ from ds_unickpt.batch import batches, steered
 from ds_unickpt.batch.config import read_options, unused_options
 from ds_unickpt.checkpoint_engine import UnickptCheckpointEngine
 from ds_unickpt.compressing import automatic, compression
-from ds_unickpt.framework import internals
+from ds_unickpt.framework import internals, settling
 from ds_unickpt.held_state.beginning import Beginning
 from ds_unickpt.runtime import EngineRuntime
 from unickpt.base.errors import ConfigError, CoordinationError
@@ -101,6 +101,11 @@ def _begin_checkpoints(new: NewEngine) -> None:
     )  # fmt: skip
 
 
+def _copies_late(new: NewEngine) -> bool:
+    options = new.options
+    return options.enabled and options.copy_behind_training and bool(options.async_save or options.memory.to_disk_every)
+
+
 def _reads_batch(new: NewEngine) -> bool:
     return new.options.enabled and new.runtime.reads_batch and steered.keeps_batch(new.options)
 
@@ -139,6 +144,7 @@ FEATURES = (
     Feature("timing", lambda new: new.options.timing.enabled, _begin_timing),
     Feature("precision", lambda new: bool(new.options.precision), _begin_precision),
     Feature("compression", lambda new: new.options.compression.scheme != "none", _begin_compression, _end_compression),
+    Feature("late copies", _copies_late, lambda _: settling.install()),
     Feature("checkpoints", lambda new: new.options.enabled, _begin_checkpoints),
     Feature("batch check", _reads_batch, _compare_batches),
     Feature("memory", lambda new: new.options.enabled, _take_memory),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ds_unickpt.batch import batch_hooks
 from ds_unickpt.compressing import compression_hooks
 from ds_unickpt.edge import RUNTIME
+from ds_unickpt.framework import settling
 from ds_unickpt.framework.declaration import declared
 from ds_unickpt.framework.versions import ENGINE, SOURCE, version
 from ds_unickpt.runtime import EngineRuntime
@@ -140,7 +141,7 @@ TIMING = declared(
     until="DeepSpeed has callbacks for the phases of a step",
 )
 BESIDE = [batch_hooks.HOOK, TIMING]  # alone: without them, the job saves and loads all the same
-OPTIONAL = compression_hooks.HOOKS  # installed only if an option asks for them
+OPTIONAL = [*compression_hooks.HOOKS, *settling.HOOKS]  # installed only if an option asks for them
 NEEDED = [*HOOKS, *trainer_hooks.HOOKS]  # all of a framework, or unickpt does not act in it
 DECLARED = [*HOOKS, *BESIDE, *OPTIONAL, *hints.HOOKS, *trainer_hooks.HOOKS, trainer_hooks.MEMORY]
 

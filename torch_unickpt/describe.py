@@ -64,13 +64,14 @@ def items_of(names: Names, optimizers: Optimizers, group: Group) -> list[Item]:
     ]
 
 
-def description(items: Iterable[Item], holders: Holders, group: Group) -> Description:
+def description(items: Iterable[Item], holders: Holders, group: Group, *, steady: bool = False) -> Description:
     """Return what this rank holds.
 
     Args:
         items: of this rank.
         holders: ranks of the group that have a plain tensor, by ``Item.text``.
         group: the ranks.
+        steady: parameters and states of the optimizer change only in its steps.
 
     Raises:
         ConfigError: a DTensor has a placement that is not supported, or a tensor has no memory (``meta``).
@@ -95,7 +96,7 @@ def description(items: Iterable[Item], holders: Holders, group: Group) -> Descri
         else:
             copies = Copies((_writer(item, holders, written, data.numel() * data.element_size()),), group.rank)
         if shard.box.numel:
-            found.held.append(Held(info, shard.box, data, copies))
+            found.held.append(Held(info, shard.box, data, copies, steady=steady and item.kind != "buffer"))
     return found
 
 

@@ -36,6 +36,7 @@ from unickpt.checkpoint.load.report import LoadReport
 from unickpt.checkpoint.load.resume import Offer, Together, resume
 from unickpt.checkpoint.memory.offers import MemoryResume
 from unickpt.checkpoint.save import shutdown
+from unickpt.checkpoint.save.late_copy import silent_steps
 from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveRequest, SaveResult
 from unickpt.checkpoint.save.shards import Contribution
 from unickpt.checkpoint.state.filling import state_for
@@ -149,14 +150,16 @@ def save_training(
     def contribute(_: Message) -> Contribution:
         assert names is not None
         assert optimizers is not None
-        held = describe.description(items, holders, ranks)
+        silent = next(filter(None, map(silent_steps, optimizers.optimizers)), "")
+        unsteady = silent if optimizers.optimizers else "the save has no optimizer"
+        held = describe.description(items, holders, ranks, steady=not unsteady)
         record = optimizers.record()
         first = ranks.rank == 0
         return Contribution(
             held.shards(), step, _writer(model, names, len(ranks.ranks), origin), tensors=held.tensors,
             optimizer=record if first else None, optimizer_part=None if first else _part(record, holders, ranks.rank),
             aliases=names.aliases, objects=objects.captured(step, samples, client_state or {}) if first else {},
-            rank_objects=objects.of_rank(),
+            rank_objects=objects.of_rank(), unsteady=unsteady,
         )  # fmt: skip
 
     save_dir, tag = split(absolute(os.fspath(directory)))

@@ -67,6 +67,11 @@ def base_optimizer(engine: Any) -> torch.optim.Optimizer | None:
     return optimizer
 
 
+def is_muon(optimizer: Any) -> bool:
+    """Return whether an optimizer is one of DeepSpeed's Muon."""
+    return "muon" in type(optimizer).__name__.lower()
+
+
 def keys_of_rank(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     """Return the states of a 1-bit optimizer that each rank has for itself, or that depend on the number of ranks."""
     return _OF_RANK if type(optimizer).__module__.startswith("deepspeed.runtime.fp16.onebit.") else frozenset()

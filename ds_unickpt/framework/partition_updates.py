@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ds_unickpt.framework import persistent_parameters, swap_files
-from ds_unickpt.framework.internals import BF16, FP16_FUSED, FP16_UNFUSED, ZERO_1_2, ZERO_3, base_optimizer, wrapper_of
+from ds_unickpt.framework.internals import BF16, FP16_FUSED, FP16_UNFUSED, ZERO_1_2, ZERO_3, base_optimizer, is_muon, wrapper_of
 from ds_unickpt.framework.partitions import MOMENTUM, OFFLOADED, Partition
 from unickpt.checkpoint.coordination.host_peers import HostPeers
 from unickpt.checkpoint.load import shared_gather
@@ -21,7 +21,7 @@ def empty_state(engine: Any, partition: Partition, key: str, dtype: torch.dtype)
     ``dtype`` is that of the state, except where DeepSpeed's own differs.
     """
     base = base_optimizer(engine)
-    if key == MOMENTUM and "muon" in type(base).__name__.lower() and key not in partition.whole:
+    if key == MOMENTUM and is_muon(base) and key not in partition.whole:
         # follows ``_create_momentum_buffer`` of runtime/zero/stage3.py; other wrappers use the dtype of the masters
         zero_3 = wrapper_of(engine) == ZERO_3
         dtype = engine.optimizer.communication_data_type if zero_3 else partition.master.dtype

@@ -216,7 +216,7 @@ def _whole_states(optimizer: Any, g: int) -> dict[str, tuple[ParameterRange, ...
     (``_muon_momentum_buffer`` of runtime/zero/stage_1_and_2.py). With offload, the momentum has the layout of the master.
     """
     params = optimizer.params_in_partition[g]
-    muon = "muon" in type(optimizer.optimizer).__name__.lower()
+    muon = internals.is_muon(optimizer.optimizer)
     if not muon or optimizer.cpu_offload or not params or not getattr(params[0], "use_muon", False):
         return {}
     pieces, at = [], 0

@@ -13,6 +13,7 @@ from ds_unickpt.held_state.names import ModuleNames
 from ds_unickpt.placing.placement import Placement
 from ds_unickpt.placing.slices import RankValues, Slices
 from unickpt.checkpoint.format.dtypes import name_of
+from unickpt.checkpoint.save.late_copy import silent_steps
 
 EXTRA_STATE = "module_extra_state"  # key in the objects of the job; the shared objects of other ranks start with it
 MICRO_BATCHES = "pipeline_micro_batches"  # key in the objects of the job
@@ -72,6 +73,21 @@ class EngineView:
     def parts(self) -> list[Partition]:
         """What the optimizer holds."""
         return partitions.partitions(self.engine, self.placed)
+
+    @cached_property
+    def unsteady(self) -> str:
+        """Why weights, masters and states may change between two steps of the base optimizer, or ''.
+
+        Muon folds gradients into its momentum during the backward pass (``get_flat_partition`` of
+        runtime/zero/stage_1_and_2.py). What lies on NVMe is read into buffers that the next parameters use again.
+        """
+        if self.base is None:
+            return "the job has no optimizer"
+        if any(part.swapped is not None or part.weights for part in self.parts):
+            return "parameters or states lie on NVMe"
+        if internals.is_muon(self.base):
+            return "Muon changes its momentum in the backward pass"
+        return silent_steps(self.base)
 
     @cached_property
     def topology(self) -> dict[str, Any]:

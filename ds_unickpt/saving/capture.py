@@ -132,6 +132,7 @@ def contribution(state: EngineState, announced: Message) -> Contribution:
             **_vocabularies(state, state.client_state),
         },
         different=_different(state, announced) if placed.rank and placed.with_coordinator else (),
+        unsteady=state.unsteady,
         replica=None if placed.part is None else (placed.part, _fingerprint(state.parts, state.base)),
     )
 

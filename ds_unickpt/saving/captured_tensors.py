@@ -29,7 +29,7 @@ def _stored(part: Slice, lo: int, hi: int, *, stored: bool, across: bool) -> tup
 
 def _add(
     out: Description, info: TensorInfo, found: Sequence[FlatPlace], at: int, flat: torch.Tensor, copies: Copies | None = None,
-    unless: tuple[int, torch.Tensor] | None = None,
+    unless: tuple[int, torch.Tensor] | None = None, *, steady: bool = False,
 ) -> None:  # fmt: skip
     """Add a flat range of this rank's slice of a tensor.
 
@@ -37,10 +37,11 @@ def _add(
         found: the parts of the range that the rank stores.
         at: position of the range in ``flat``, which is 1-D.
         unless: position of the range in a flat tensor of masters, and this tensor.
+        steady: as in ``Held``.
     """
     for part in found:
         master = None if unless is None else part.of(unless[1], unless[0])
-        out.held.append(Held(info, part.whole, part.of(flat, at), copies, master))
+        out.held.append(Held(info, part.whole, part.of(flat, at), copies, master, steady))
 
 
 def add_optimized(out: Description, view: EngineView) -> None:
@@ -65,11 +66,13 @@ def add_optimized(out: Description, view: EngineView) -> None:
         copies = {id(p): placed.copies(names.holders(names.name(p))) if part.replicated else None for p in part.parameters}
         for key, flat in flats.items():
             for held_at, (piece, where) in zip(part.own(key), found, strict=True):
-                _add(out, known[id(piece.parameter)][key], where, held_at.at, flat, copies[id(piece.parameter)])
+                info, shared = known[id(piece.parameter)][key], copies[id(piece.parameter)]
+                _add(out, info, where, held_at.at, flat, shared, steady=not view.unsteady)
         for piece, where in found:
             weight, info = part.weight_of(piece), known[id(piece.parameter)]["weight"]
             if weight is not None:
-                _add(out, info, where, 0, weight, copies[id(piece.parameter)], unless=(piece.at, flats["master"]))
+                unless = (piece.at, flats["master"])
+                _add(out, info, where, 0, weight, copies[id(piece.parameter)], unless, steady=not view.unsteady)
 
 
 def _tensor_states(base: torch.optim.Optimizer | None, part: Partition, kinds: ElementStates) -> dict[str, torch.Tensor]:
@@ -96,7 +99,8 @@ def add_others(out: Description, view: EngineView, exclude_frozen: bool) -> tupl
             continue
         stored = held.stored and name not in names.elsewhere
         copies = placed.copies(names.holders(name)) if held.replicated else None
-        _add(out, info, _stored(part, held.lo, held.hi, stored=stored, across=held.across), 0, held.data, copies)
+        where = _stored(part, held.lo, held.hi, stored=stored, across=held.across)
+        _add(out, info, where, 0, held.data, copies, steady=not view.unsteady)
     return tuple(excluded)
 
 

@@ -19,6 +19,7 @@ from unickpt import __version__
 from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import Writer
+from unickpt.checkpoint.save.late_copy import silent_steps
 from unickpt.checkpoint.save.shards import Contribution
 from unickpt.checkpoint.state.held import Copies, Description, Held
 from unickpt.transform.convert.megatron.keys import DIALECT
@@ -61,8 +62,10 @@ def contribution(
         directory: of the checkpoint. Its name has the step if the common state has none.
     """
     found = list(sharded_tensors.sharded(state))
-    held = description(found, share=share)
     parts = optimizer_parts(state)
+    silent = (silent_steps(leaf.inner) for part in parts for leaf in part.leaves)
+    unsteady = next(filter(None, silent), "") if parts else "the state dict has no optimizer of Megatron"
+    held = description(found, share=share, steady=not unsteady)
     first = torch.distributed.get_rank() == 0
     record = next((r for part in parts if (r := hyperparameters.record_of(part, alone=first)) is not None), None)
     scalers = [part.grad_scaler for part in parts if part.grad_scaler is not None]
@@ -74,6 +77,7 @@ def contribution(
             for f in found
             if isinstance(f.item, ShardedObject) and sharded_tensors.is_main(f.item.replica_id)
         },
+        unsteady=unsteady,
         step=step_of(common, directory),
         writer=writer(common.get(VOCABULARY) if isinstance(common, dict) else None),
         rank_objects={COMMON: own} if own else {},
@@ -83,8 +87,14 @@ def contribution(
     )
 
 
-def description(found: Iterable[FoundItem], *, share: bool) -> Description:
-    """Return what this rank holds. ``share`` is that of ``contribution``."""
+def description(found: Iterable[FoundItem], *, share: bool, steady: bool = False) -> Description:
+    """Return what this rank holds.
+
+    Args:
+        found: sharded tensors and objects.
+        share: as for ``contribution``.
+        steady: masters, states and parameters change only in a step.
+    """
     tensors = [(f, *sharded_tensors.tensor_of(f.item.key)) for f in found if isinstance(f.item, ShardedTensor)]
     mastered = {name for _, name, state in tensors if state == MASTER}
     origins = {name: f.origin for f, name, state in tensors if state == WEIGHT}
@@ -108,7 +118,8 @@ def description(found: Iterable[FoundItem], *, share: bool) -> Description:
             continue  # a marker: other ranks list and write this tensor
         else:
             copies = _copies(f, origins.get(name), share)
-            out.held += [Held(info, piece.box, piece.data, copies) for piece in pieces if piece.box.numel]
+            still = steady and (state != WEIGHT or isinstance(f.origin, torch.nn.Parameter))  # a buffer has no parameter
+            out.held += [Held(info, each.box, each.data, copies, steady=still) for each in pieces if each.box.numel]
         out.tensors.append(info)
     written = [held for held in out.held if held.tensor.state == MASTER and (held.copies is None or held.copies.ranks)]
     for master in written:
@@ -142,4 +153,4 @@ def _unless_cast(info: TensorInfo, weight: Piece, master: Held) -> Iterator[Held
     data = weight.data[common.within(weight.box).slices()]
     origin = master.data.detach().view(master.box.shape)[common.within(master.box).slices()]
     if data.data_ptr() != origin.data_ptr() or data.dtype != origin.dtype:  # an fp32 weight is its own master
-        yield Held(info, common, data, master.copies, unless=origin)
+        yield Held(info, common, data, master.copies, origin, master.steady)

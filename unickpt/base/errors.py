@@ -54,6 +54,10 @@ class MismatchError(UnickptError):
     """The checkpoint and the running job do not describe the same model or optimizer."""
 
 
+class ChangedError(UnickptError):
+    """A tensor changed between two steps of the optimizer, while a save copied it behind training."""
+
+
 class CoverageError(UnickptError):
     """Fragments of a tensor leave a hole or overlap."""
 

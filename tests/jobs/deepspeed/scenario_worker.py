@@ -35,7 +35,7 @@ GROUPS = {  # each runs in one torchrun
         "scenarios_curriculum",
         "scenarios_partial_loads",
     ),
-    "promises": ("scenarios_promises", "scenarios_starting", "scenarios_batch", "scenarios_precision"),
+    "promises": ("scenarios_promises", "scenarios_starting", "scenarios_batch", "scenarios_precision", "scenarios_late_copies"),
     "errors": ("scenarios_damage", "scenarios_one_rank", "scenarios_mismatches", "scenarios_failed_saves"),
     "unsupported": ("scenarios_unsupported",),
     "pipeline": ("scenarios_pipeline", "scenarios_megatron", "scenarios_disagreements"),

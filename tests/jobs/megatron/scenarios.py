@@ -13,8 +13,9 @@ from pathlib import Path
 Scenario = Callable[[Path], None]
 REGISTRY: dict[str, tuple[tuple[int, ...], Scenario]] = {}
 MODULES = (
-    "scenarios_library", "scenarios_asynchronous", "scenarios_jobs", "scenarios_errors", "scenarios_memory",
-    "scenarios_optimizers", "scenarios_own_loops", "scenarios_partial", "scenarios_precision", "scenarios_switch",
+    "scenarios_library", "scenarios_asynchronous", "scenarios_late_copies", "scenarios_jobs", "scenarios_errors",
+    "scenarios_memory", "scenarios_optimizers", "scenarios_own_loops", "scenarios_partial", "scenarios_precision",
+    "scenarios_switch",
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import torch_unickpt.dcp.switched
 import torch_unickpt.training  # noqa: F401  # once, before the forks
-from tests.jobs.torch import scenarios_writers  # noqa: F401
+from tests.jobs.torch import scenarios_late_copies, scenarios_writers  # noqa: F401
 from tests.jobs.torch.scenarios import REGISTRY
 from tests.support.scenarios import arguments, run
 from tests.support.turns import in_turn

@@ -118,6 +118,9 @@ class Options:
         UNLIMITED, "host memory per rank for copies of the state; the rest is written before the save returns", unit="GB"
     )
     pinned_staging: bool = option(True, "copy the state from a GPU behind training, into page-locked host memory")
+    copy_behind_training: bool = option(
+        True, "asynchronous saves and saves into memory copy the state until the next optimizer step; false: before they return"
+    )
     write_megabytes_per_second: float = option(UNLIMITED, "write bandwidth per rank", unit="MB/s")
     direct_io: bool = option(True, "bypass the page cache when writing data, if the file system supports it")
     keep_last: int = option(0, "number of most recent checkpoints to keep in the folder after a save; 0 keeps all")

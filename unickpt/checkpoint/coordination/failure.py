@@ -31,6 +31,7 @@ class FailureKind(enum.Enum):
     OUTSIDE = "outside"  #: the tag leaves the save directory
     OTHER_MODEL = "other_model"  #: the directory holds the checkpoint of another model
     ARGUMENTS = "arguments"  #: ranks were called with different arguments
+    CHANGED = "changed"  #: the state was changed while it was copied behind training
     INTERRUPTED = "interrupted"  #: SIGTERM or Ctrl-C
     UNEXPECTED = "unexpected"  #: any other exception
 

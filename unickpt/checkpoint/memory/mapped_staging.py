@@ -23,7 +23,7 @@ from unickpt.checkpoint.format.layout import fragment_key
 from unickpt.checkpoint.format.safetensors_header import MAX_HEADER_BYTES, build_header
 from unickpt.checkpoint.memory.host_folder import HostFolder
 from unickpt.checkpoint.save.shards import Shard
-from unickpt.checkpoint.save.staging import StagingBuffer
+from unickpt.checkpoint.save.staging import Staged, StagingBuffer
 from unickpt.checkpoint.storage.base import Sink
 from unickpt.checkpoint.storage.direct_io import BLOCK_BYTES, address_of
 
@@ -102,12 +102,18 @@ class MappedBuffer(StagingBuffer):
         super().__init__(capacity_bytes, memory=torch.empty(0, dtype=torch.uint8))
         self._slots = slots
 
-    def fill(self, shards: Sequence[Shard], *, lead_bytes: int = 0) -> tuple[list[Shard], Callable[[], None]] | None:
+    def fill(self, shards: Sequence[Shard], *, lead_bytes: int = 0, late: bool = False) -> Staged | None:
         """As ``StagingBuffer.fill``. The data begin behind the space that the header of all shards needs."""
         assert not lead_bytes  # nothing is written ahead: a generation is in memory as a whole
         head = header_space(shards)
         self.tensor = self._slots.map(head + self.capacity_bytes).tensor
-        return super().fill(shards, lead_bytes=head)
+        return super().fill(shards, lead_bytes=head, late=late)
+
+    def _beyond(self, like: torch.Tensor) -> torch.Tensor:
+        raise MemoryBudgetError(
+            f"{like.nbytes:,} bytes of weights are no casts of their masters any more, and have no room in the file of "
+            f"{self.capacity_bytes:,} bytes. The next save gets more"
+        )
 
 
 def header_space(shards: Sequence[Shard]) -> int:

@@ -7,7 +7,8 @@ The rules it follows, with their sources in torch 2.13:
   cache. So the region is registered as it is (``cudaHostRegister``, as in ``torch/cuda/_pin_memory_utils.py``), once. If that
   fails, CUDA keeps the error, and the next kernel of training would raise it (``C10_CUDA_KERNEL_LAUNCH_CHECK``): it is cleared.
 - Order: the copy stream waits for the training stream, so it copies what training has computed. The training stream then waits
-  for the copies, so that nothing that follows in it changes the sources before they are copied. The host waits for neither.
+  for the copies, so that nothing that follows in it changes the sources before they are copied: at once, or, for what only a
+  step changes, before the next step (``late_copy``). The host waits for neither.
 - ``record_stream``: a source that is freed before it is copied is not given to another stream by the caching allocator
   (``c10/cuda/CUDACachingAllocator.cpp``). The training stream is ordered by the wait; other streams are not.
 - The thread that writes the file waits for the copies. While another thread captures a CUDA graph in mode ``global``, a call
@@ -72,10 +73,17 @@ class DeviceCopies:
                 status,
             )
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Callable[[], None]:
+    def copy(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, late: bool = False
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
         """Begin to copy from CUDA devices into tensors in the region, one for each source.
 
-        Returns a function that waits until the data are in host memory; any thread may call it, once.
+        Args:
+            late: leave it to the caller to order what follows on the devices after the copies.
+
+        Returns:
+            A function that waits until the data are in host memory; any thread may call it, once. And one that orders what
+            follows in the current streams of the devices after the copies.
         """
         begun: list[_Lane] = []
         for index in sorted({source.get_device() for source in sources}):
@@ -93,9 +101,10 @@ class DeviceCopies:
                             source.record_stream(lane.stream)
                 lane.event.record(lane.stream)
                 lane.in_flight = True
-                training.wait_event(lane.event)
+                if not late:
+                    training.wait_event(lane.event)
             begun.append(lane)
-        return functools.partial(_wait, begun)
+        return functools.partial(_wait, begun), functools.partial(_order, begun)
 
     def settle(self) -> None:
         """Wait for copies that nothing has waited for: those of a save that was given up."""
@@ -109,6 +118,17 @@ def _wait(lanes: Sequence[_Lane]) -> None:
             with torch.cuda.device(lane.stream.device), _beside_captures():
                 lane.event.synchronize()
             lane.in_flight = False
+
+
+def _order(lanes: Sequence[_Lane]) -> None:
+    """Let the current streams wait for copies. A stream that is being captured cannot; then the host waits."""
+    for lane in lanes:
+        with torch.cuda.device(lane.stream.device):
+            if not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream().wait_event(lane.event)
+            else:
+                with _beside_captures():
+                    lane.event.synchronize()
 
 
 def _unlock(region: torch.Tensor, lanes: dict[int, _Lane], device: int) -> None:

@@ -44,6 +44,8 @@ def _kind(error: BaseException, *, describing: bool) -> FailureKind:
         return FailureKind.UNSUPPORTED if error.resumable else FailureKind.UNRESUMABLE
     if isinstance(error, errors.OtherModelError):
         return FailureKind.OTHER_MODEL
+    if isinstance(error, errors.ChangedError):
+        return FailureKind.CHANGED
     if isinstance(error, errors.UnsafePathError):
         return FailureKind.OUTSIDE
     if isinstance(error, errors.CoordinationError):

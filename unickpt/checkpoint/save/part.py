@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,6 +11,7 @@ from unickpt.base.garbage import collection_paused
 from unickpt.base.logs import logger
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
+from unickpt.checkpoint.format.casts import available
 from unickpt.checkpoint.format.layout import RankFiles
 from unickpt.checkpoint.save import staging
 from unickpt.checkpoint.save.data_file import DataFile, Pace, create_data_file
@@ -18,7 +19,7 @@ from unickpt.checkpoint.save.failure import save_failure
 from unickpt.checkpoint.save.opening import Opening, refusal
 from unickpt.checkpoint.save.requests import SaveOptions, SaveRequest
 from unickpt.checkpoint.save.shards import Prepared, Shard, prepare, resolve_conditions
-from unickpt.checkpoint.save.staging import BufferPool, StagingBuffer
+from unickpt.checkpoint.save.staging import BufferPool, Staged, StagingBuffer
 from unickpt.checkpoint.storage.base import Storage
 from unickpt.checkpoint.storage.direct_io import BLOCK_BYTES
 
@@ -45,9 +46,9 @@ class SavePart:
         interrupt: KeyboardInterrupt or SystemExit, raised again once the other ranks know of it.
         written: data file with the shards that were written ahead, or None.
         shards: shards that remain to be written.
-        ready: waits until the data of ``shards`` are in host memory.
         buffer: staging memory of this part, or None.
-        staged: ``shards`` lie in the buffer, so training may continue.
+        staged: ``shards`` in the buffer, from which they are written, or None.
+        conditional_bytes: size of the shards in the buffer that had a condition; None until it is known.
         stage_ns: time that this rank has spent on the part before all ranks agreed to it, and on its copy.
     """
 
@@ -56,10 +57,29 @@ class SavePart:
     interrupt: BaseException | None = None
     written: OpenDataFile | None = None
     shards: list[Shard] = field(default_factory=list)
-    ready: Callable[[], None] = staging.nothing_to_wait_for
     buffer: StagingBuffer | None = None
-    staged: bool = False
+    staged: Staged | None = None
+    conditional_bytes: int | None = None
     stage_ns: int = 0
+
+    def ready(self) -> None:
+        """Wait until the shards are in the buffer, if this part has one.
+
+        Raises:
+            ChangedError: the state was changed meanwhile.
+        """
+        if self.staged is None:
+            return
+        self.staged.ready()
+        self.shards = self.staged.shards
+        if self.staged.late is not None and self.prepared is not None:
+            self.prepared.shards = self.shards
+        self.conditional_bytes = self.staged.conditional_bytes
+
+    def check(self) -> None:
+        """Raises ChangedError if the state was changed while it was copied."""
+        if self.staged is not None and self.staged.late is not None:
+            self.staged.late.check()
 
     @property
     def header_bytes(self) -> int:
@@ -72,6 +92,9 @@ class PartBuilder:
 
     def __init__(self, options: SaveOptions, pool: BufferPool) -> None:
         self._options, self._pool = options, pool
+        self._late = options.copy_behind_training and available()
+        self._noted: set[str] = set()
+        self._conditional_bytes: int | None = None  # of conditional shards in the last save; None before the first
 
     def describe(
         self, request: SaveRequest, opening: Opening, exchange: MessageExchange, interrupts: Sequence[BaseException] = ()
@@ -91,13 +114,24 @@ class PartBuilder:
             if interrupts:
                 raise interrupts[0]
             with collection_paused():
-                part.prepared = prepare(request.contribute(opening.announce), exchange.rank)
+                contribution = request.contribute(opening.announce)
+                part.prepared = prepare(contribution, exchange.rank)
+            if opening.background:
+                self._note_at_once(contribution.unsteady)
             self._resolve(part, part.prepared, background=opening.background, exchange=exchange)
         except BaseException as err:  # torch's CheckpointException does not derive from Exception
             part.failure = save_failure(err, exchange.rank, describing=True)
             part.interrupt = err if part.failure.kind is FailureKind.INTERRUPTED else None
             logger.debug("unickpt: rank %d could not describe %s", exchange.rank, request.directory, exc_info=err)
         return part
+
+    def _note_at_once(self, reason: str) -> None:
+        """Log once why the state is copied before the call returns, although the option asks for later."""
+        if not available():
+            reason = "the extension unickpt.checkpoint.format._casts is not installed"
+        if self._options.copy_behind_training and reason and reason not in self._noted:
+            self._noted.add(reason)
+            logger.info("unickpt: asynchronous saves copy the state before they return: %s", reason)
 
     def _resolve(self, part: SavePart, prepared: Prepared, *, background: bool, exchange: MessageExchange) -> None:
         """Decide which shards are written. For a background save, copy them if they fit into the budget."""
@@ -107,14 +141,15 @@ class PartBuilder:
         if not background:
             return
         certain = staging.size_of([shard for shard in part.shards if shard.unless is None])
-        part.buffer = self._buffer(certain, exchange)
+        late = self._late and self._conditional_bytes is not None  # the first save shows what is conditional
+        wanted = certain + (self._conditional_bytes or 0) if late else certain
+        part.buffer = self._buffer(wanted, exchange)
         with collection_paused():
-            filled = part.buffer.fill(part.shards) if certain <= part.buffer.capacity_bytes else None
-        if filled is None:
+            part.staged = part.buffer.fill(part.shards, late=late) if certain <= part.buffer.capacity_bytes else None
+        if part.staged is None:
             prepared.shards = part.shards = resolve_conditions(part.shards)
-            return
-        part.shards, part.ready = filled
-        prepared.shards, part.staged = part.shards, True
+        elif part.staged.late is None:
+            prepared.shards = part.shards = part.staged.shards
 
     def stage(self, part: SavePart, storage: Storage, names: RankFiles, exchange: MessageExchange) -> None:
         """Copy this rank's shards into the budget. Shards beyond the budget are written now, from where they are."""
@@ -130,9 +165,9 @@ class PartBuilder:
                 part.written = self._write_ahead(part.prepared, first, storage, names, exchange)
             lead = part.written.file.next_byte % BLOCK_BYTES if part.written is not None else 0
             with collection_paused():
-                filled = part.buffer.fill(part.shards[first:], lead_bytes=lead)
-            assert filled is not None  # all conditions are resolved and the shards fit
-            part.shards, part.ready = filled
+                part.staged = part.buffer.fill(part.shards[first:], lead_bytes=lead)
+            assert part.staged is not None  # all conditions are resolved and the shards fit
+            part.shards = part.staged.shards
         except Exception as err:
             part.failure = save_failure(err, exchange.rank)
 
@@ -156,6 +191,11 @@ class PartBuilder:
 
     def release(self, part: SavePart) -> None:
         """Close the open data file of a part, and return its staging memory to the pool."""
+        if part.staged is not None and part.staged.late is not None:
+            part.staged.late.close()
+            self._late = self._late and not part.staged.late.changed
+        if part.conditional_bytes is not None:
+            self._conditional_bytes = part.conditional_bytes
         if part.written is not None:
             part.written.abandon()
             part.written = None

@@ -33,6 +33,8 @@ class SaveOptions:
         staging_bytes: maximum host memory for copies. State beyond it is written before the save returns. None:
             as much as the state needs.
         pinned_staging: copy from CUDA devices in the background, into locked memory.
+        copy_behind_training: with ``asynchronous``, copy what only a step of the optimizer changes after the call, until the
+            next step.
         bandwidth_bytes_per_s: limit of the write bandwidth per rank. None: no limit.
         direct_io: write data files with O_DIRECT if the file system supports it.
         grace_s: seconds that SIGTERM waits for pending saves. At a normal exit this rank first writes its file,
@@ -45,6 +47,7 @@ class SaveOptions:
     on_busy: str = "wait"
     staging_bytes: int | None = None
     pinned_staging: bool = True
+    copy_behind_training: bool = True
     bandwidth_bytes_per_s: float | None = None
     direct_io: bool = True
     grace_s: float = 25.0
@@ -64,6 +67,7 @@ def save_options(options: Options, *, asynchronous: bool) -> SaveOptions:
         on_busy=options.on_busy,
         staging_bytes=None if math.isinf(staging) else int(staging),
         pinned_staging=options.pinned_staging,
+        copy_behind_training=options.copy_behind_training,
         bandwidth_bytes_per_s=None if math.isinf(bandwidth) else bandwidth,
         direct_io=options.direct_io,
         grace_s=options.grace_seconds,

@@ -31,12 +31,14 @@ class Shard:
         data: ``box.numel`` elements in the row-major order of the box, on any device, with any strides.
         unless: ``box.numel`` elements, or None. The shard is written only if it differs from the cast of ``unless``
             to its dtype: a weight that cannot be restored from its master.
+        steady: only a step of the optimizer changes ``data`` and ``unless``.
     """
 
     tensor: TensorInfo
     box: Box
     data: torch.Tensor
     unless: torch.Tensor | None = None
+    steady: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -50,13 +52,15 @@ def shards_of_flat_range(
     return _consecutive(tensor, split_flat_range(tensor.shape, lo, hi), data, unless)
 
 
-def _consecutive(tensor: TensorInfo, boxes: list[Box], data: torch.Tensor, unless: torch.Tensor | None) -> list[Shard]:
+def _consecutive(
+    tensor: TensorInfo, boxes: list[Box], data: torch.Tensor, unless: torch.Tensor | None, *, steady: bool = False
+) -> list[Shard]:
     """Return the shards of boxes whose elements are consecutive in 1-D tensors."""
     shards = []
     at = 0
     for box in boxes:
         part = None if unless is None else unless.narrow(0, at, box.numel)
-        shards.append(Shard(tensor, box, data.narrow(0, at, box.numel), part))
+        shards.append(Shard(tensor, box, data.narrow(0, at, box.numel), part, steady))
         at += box.numel
     return shards
 
@@ -83,6 +87,7 @@ class Contribution:
         optimizer_part: groups and scalars of parameters that the coordinator does not hold (other pipeline stages,
             other experts). They are merged into ``optimizer``.
         different: values that differ from the coordinator's, as ``(name, consequence)``.
+        unsteady: why nothing of it is steady, although the framework has an optimizer; '' otherwise.
         replica: ``(part, fingerprint)`` if several ranks hold the same part of the state and one of them stores it.
         aliases, excluded: further names of tied parameters, and names of excluded parameters. Those of all ranks are merged.
             Only one of the ranks with the same parameters needs to give them.
@@ -102,6 +107,7 @@ class Contribution:
     objects: dict[str, Any] = field(default_factory=dict)
     different: tuple[tuple[str, str], ...] = ()
     replica: tuple[int, str] | None = None
+    unsteady: str = ""
 
 
 @dataclass
@@ -171,12 +177,13 @@ def _cut(shard: Shard) -> list[Shard]:
     if len(boxes) == 1:
         return [shard]
     if data.is_contiguous() and (unless is None or unless.is_contiguous()):
-        return _consecutive(shard.tensor, boxes, data.view(-1), None if unless is None else unless.view(-1))
+        flat = None if unless is None else unless.view(-1)
+        return _consecutive(shard.tensor, boxes, data.view(-1), flat, steady=shard.steady)
     if tuple(data.shape) != shard.box.shape or (unless is not None and unless.shape != data.shape):
         return [shard]
     slices = [box.within(shard.box).slices() for box in boxes]
     return [
-        Shard(shard.tensor, box, data[part], None if unless is None else unless[part])
+        Shard(shard.tensor, box, data[part], None if unless is None else unless[part], shard.steady)
         for box, part in zip(boxes, slices, strict=True)
     ]
 

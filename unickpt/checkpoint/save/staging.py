@@ -10,15 +10,18 @@ import contextlib
 import mmap
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from unickpt.checkpoint.format.casts import TensorCopy, comparison, copy_all, is_cast_of, is_dense
 from unickpt.checkpoint.save.device_copy import SUPPORTED, DeviceCopies
+from unickpt.checkpoint.save.late_copy import LateCopy, Source, Watch, is_counted
 from unickpt.checkpoint.save.shards import Shard
 from unickpt.checkpoint.storage.direct_io import BLOCK_BYTES
+
+_LATE_BYTES = 1 << 20  # less is copied faster than it is noted
 
 
 class StagingBuffer:
@@ -40,55 +43,189 @@ class StagingBuffer:
         self._copies: DeviceCopies | None = None
         self.tensor = _allocated(capacity_bytes + BLOCK_BYTES) if memory is None else memory
 
-    def fill(self, shards: Sequence[Shard], *, lead_bytes: int = 0) -> tuple[list[Shard], Callable[[], None]] | None:
+    def fill(self, shards: Sequence[Shard], *, lead_bytes: int = 0, late: bool = False) -> Staged | None:
         """Copy the data of shards into the buffer, back to back.
 
         Args:
             shards: in file order. The unconditional ones fit into the buffer.
             lead_bytes: offset of the first shard, so that memory and file have the same block alignment.
+            late: leave the copies of steady shards to ``Staged.late``, if that pays.
 
         Returns:
-            The shards to write, with data in the buffer, and a function that waits for the copies. None if the shards
-            do not fit.
+            The shards in the buffer. None if the shards do not fit.
         """
         if self._copies is not None:
             self._copies.settle()
         self.lead_bytes = lead_bytes
+        later = _Later(shards, devices=self._pinned and SUPPORTED) if late else None
+        if later is not None and later.pays:
+            return self._fill_late(shards, lead_bytes, later)
         targets, sources, staged = [], [], []
-        dense = _DenseCopies(shards)
-        room = _Room(self.tensor)
-        at = lead_bytes
+        conditional = 0
+        dense = DenseCopies(shards)
+        room = _Room(self.tensor, lead_bytes, lead_bytes + self.capacity_bytes)
         for shard in shards:
             if shard.unless is not None and dense.derivable(shard, shard.unless):
                 continue
-            data = shard.data
-            at = -(-at // data.itemsize) * data.itemsize
-            end = at + data.nbytes
-            if end - lead_bytes > self.capacity_bytes:
+            target = room.next(shard.data)
+            if target is None:
                 return None
-            target = room.place(at, data)
             staged.append(Shard(shard.tensor, shard.box, target))
-            at = end
-            if is_dense(data):
-                dense.add(target, data)
-            elif data.numel():
+            conditional += target.nbytes if shard.unless is not None else 0
+            if is_dense(shard.data):
+                dense.add(target, shard.data)
+            elif shard.data.numel():
+                targets.append(target)
+                sources.append(shard.data.detach())
+        dense.run()
+        return Staged(staged, self._copy(targets, sources)[0], conditional)
+
+    def _fill_late(self, shards: Sequence[Shard], lead_bytes: int, later: _Later) -> Staged | None:
+        """As ``fill``: copy what may change at any time, and note the other copies.
+
+        The place of a shard depends on the conditional ones before it, which are not known yet. So what comes behind the
+        first of them is copied to its place at the end; what may change at any time has a copy elsewhere until then.
+        """
+        targets, sources = [], []
+        room = _Room(self.tensor, lead_bytes, lead_bytes + self.capacity_bytes)
+        placed: list[Shard] = []
+        behind: list[Shard] = []
+        watched: list[Source] = []
+        now = DenseCopies(())
+        for shard in shards:
+            data = shard.data
+            if behind or shard.unless is not None:
+                steady = shard in later
+                behind.append(shard if steady else replace(shard, data=_copy_of(data)))
+                if steady and data.numel():
+                    watched.append(Source(shard.tensor.name, data, None))
+                    if shard.unless is not None and shard.unless.data_ptr() not in later.places:
+                        watched.append(Source(shard.tensor.name, shard.unless, None))
+                continue
+            target = room.next(data)
+            if target is None:
+                return None
+            placed.append(Shard(shard.tensor, shard.box, target))
+            if shard in later and data.numel():
+                watched.append(Source(shard.tensor.name, data, target if data.is_cpu else None))
+                if data.is_cpu:
+                    later.copies.add(target, data)
+            elif is_dense(data):
+                now.add(target, data)
+                continue
+            if not data.is_cpu or (not is_dense(data) and data.numel()):
                 targets.append(target)
                 sources.append(data.detach())
-        dense.run()
-        return staged, self._copy(targets, sources)
+        now.run()
+        watch = Watch(watched)
+        waiting, order = self._copy(targets, sources, late=True)
+        staged = Staged(placed, waiting)
 
-    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable[[], None]:
-        """Copy. What is on a CUDA device is only begun if the buffer is pinned."""
-        later = [self._pinned and source.is_cuda and SUPPORTED for source in sources]
-        now = [at for at, behind in enumerate(later) if not behind]
+        def finish(same: list[bool]) -> None:
+            later.copies.ran(same)
+            for shard in behind:
+                if shard.unless is not None and later.copies.derivable(shard, shard.unless):
+                    continue
+                target = room.next(shard.data)
+                if target is None:
+                    target = self._beyond(shard.data)
+                staged.shards.append(Shard(shard.tensor, shard.box, target))
+                staged.conditional_bytes += target.nbytes if shard.unless is not None else 0
+                later.rest.add(target, shard.data)
+            later.rest.run()
+
+        staged.late = LateCopy(later.copies.waiting, watch, finish, order)
+        return staged
+
+    def _beyond(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for a shard that was expected not to be stored, and has no room in the buffer."""
+        return torch.empty_like(like, device="cpu", memory_format=torch.contiguous_format)
+
+    def _copy(
+        self, targets: list[torch.Tensor], sources: list[torch.Tensor], *, late: bool = False
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Copy. What is on a CUDA device is only begun if the buffer is pinned.
+
+        Args:
+            late: what follows on the devices need not wait for the copies before the second function is called.
+
+        Returns:
+            A function that waits for the copies, and one that orders what follows on the devices after them.
+        """
+        behind = [self._pinned and source.is_cuda and SUPPORTED for source in sources]
+        now = [at for at, each in enumerate(behind) if not each]
         if now:
             torch._foreach_copy_([targets[at] for at in now], [sources[at] for at in now])
-        if len(now) == len(later):
-            return nothing_to_wait_for
+        if len(now) == len(behind):
+            return nothing_to_wait_for, nothing_to_wait_for
         if self._copies is None:
             self._copies = DeviceCopies(self.tensor)
-        behind = [at for at, each in enumerate(later) if each]
-        return self._copies.copy([targets[at] for at in behind], [sources[at] for at in behind])
+        begun = [at for at, each in enumerate(behind) if each]
+        return self._copies.copy([targets[at] for at in begun], [sources[at] for at in begun], late=late)
+
+
+@dataclass
+class Staged:
+    """The shards of a save in a buffer.
+
+    Attributes:
+        shards: the shards to write, in file order, with data in the buffer. With ``late`` they are all known after ``ready``.
+        waiting: waits until the copies from devices are in host memory.
+        conditional_bytes: size of those that had a condition. With ``late`` it is known after ``ready``.
+        late: the copies that are made behind training, or None.
+    """
+
+    shards: list[Shard]
+    waiting: Callable[[], None]
+    conditional_bytes: int = 0
+    late: LateCopy | None = None
+
+    def ready(self) -> None:
+        """Wait until all data are in the buffer. Any thread may call it, once.
+
+        Raises:
+            ChangedError: the state was changed meanwhile.
+        """
+        self.waiting()
+        if self.late is not None:
+            self.late.run()
+
+
+def _copy_of(data: torch.Tensor) -> torch.Tensor:
+    return torch.empty(data.shape, dtype=data.dtype).copy_(data.detach())
+
+
+class _Later:
+    """What of the shards of a save is copied later.
+
+    Args:
+        devices: copies from devices are made behind training.
+
+    Attributes:
+        copies: copies in host memory whose places are known at the call.
+        rest: those whose places are known after these.
+        places: addresses of the tensors of unconditional shards.
+        pays: there is enough to copy later.
+    """
+
+    def __init__(self, shards: Sequence[Shard], *, devices: bool) -> None:
+        self._found = {id(shard) for shard in shards if _may_be_late(shard, devices=devices)}
+        self.places = {shard.data.data_ptr() for shard in shards if shard.unless is None}
+        self.copies, self.rest = DenseCopies(shards), DenseCopies(())
+        size = sum(shard.data.nbytes for shard in shards if id(shard) in self._found)
+        conditions = all(shard.unless is None or id(shard) in self._found for shard in shards)
+        self.pays = conditions and size >= _LATE_BYTES
+
+    def __contains__(self, shard: Shard) -> bool:
+        return id(shard) in self._found
+
+
+def _may_be_late(shard: Shard, *, devices: bool) -> bool:
+    """Return whether only a step changes a shard, and it can be watched until then. Strided host memory is copied at once."""
+    if not shard.steady:
+        return False
+    parts = [shard.data] if shard.unless is None else [shard.data, shard.unless]
+    return all(is_counted(part) and (is_dense(part) or (devices and part.is_cuda)) for part in parts)
 
 
 def _allocated(capacity_bytes: int) -> torch.Tensor:
@@ -101,14 +238,23 @@ def _allocated(capacity_bytes: int) -> torch.Tensor:
 
 
 class _Room:
-    """Places of tensors in a region of memory. ``memory``: uint8, 1-D."""
+    """Places of tensors in a region of memory, one behind the other.
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self._memory = memory
+    Args:
+        memory: uint8, 1-D.
+        begin, end: in bytes.
+    """
+
+    def __init__(self, memory: torch.Tensor, begin: int, end: int) -> None:
+        self._memory, self._at, self._end = memory, begin, end
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the memory as elements of a dtype
 
-    def place(self, at: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with the dtype and shape of another one, ``at`` bytes after the begin: a multiple of its element."""
+    def next(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Return a tensor with the dtype and shape of another one in the next place; None if there is no room for it."""
+        at = -(-self._at // like.itemsize) * like.itemsize
+        if at + like.nbytes > self._end:
+            return None
+        self._at = at + like.nbytes
         typed = self._typed.get(like.dtype)
         if typed is None:
             whole = self._memory[: len(self._memory) // like.itemsize * like.itemsize]
@@ -117,7 +263,7 @@ class _Room:
         return found if like.dim() == 1 else found.view(like.shape)
 
 
-class _DenseCopies:
+class DenseCopies:
     """Copies of dense CPU tensors. A shard with a condition is compared while ``unless`` is copied, if that comes before it.
 
     Args:
@@ -125,7 +271,7 @@ class _DenseCopies:
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
-        self._waiting: list[TensorCopy] = []
+        self.waiting: list[TensorCopy] = []  # not made yet
         self._values: dict[int, torch.Tensor] = {}  # by address of ``unless``
         self._unless: dict[int, int] = {}  # address of ``unless`` of each shard in ``_values``, by ``id``
         self._same: dict[int, bool] = {}  # of the copies that compared, by address of their source
@@ -136,22 +282,25 @@ class _DenseCopies:
                     self._unless[id(shard)] = place
 
     def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Note a copy, which ``run`` makes."""
+        """Note a copy, which ``run`` makes, or the caller."""
         value = self._values.get(source.data_ptr()) if self._values else None
         fits = value is not None and value.numel() == source.numel() and comparison(source.dtype, value.dtype) is not None
-        self._waiting.append(TensorCopy(target, source, value if fits else None))
+        self.waiting.append(TensorCopy(target, source, value if fits else None))
 
     def run(self) -> None:
         """Make the copies that were noted."""
-        found = copy_all(self._waiting, torch.get_num_threads())
-        for copy, same in zip(self._waiting, found, strict=True):
+        self.ran(copy_all(self.waiting, torch.get_num_threads()))
+
+    def ran(self, found: Sequence[bool]) -> None:
+        """Note that the copies were made. ``found``: the results of ``copy_all``."""
+        for copy, same in zip(self.waiting, found, strict=True):
             if copy.value is not None:
                 self._same[copy.source.data_ptr()] = same
-        self._waiting.clear()
+        self.waiting = []
 
     def derivable(self, shard: Shard, unless: torch.Tensor) -> bool:
         """Return whether a shard is the cast of ``unless``."""
-        if self._waiting:
+        if self.waiting:
             self.run()
         place = self._unless.get(id(shard))
         found = None if place is None else self._same.get(place)

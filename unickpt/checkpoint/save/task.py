@@ -92,6 +92,7 @@ class SaveTask:
         """
         result, error = None, None
         try:
+            self._copy()
             if self.after is not None:  # ranks wait for each other within a save, so all use the same order
                 self.after.wait()
             self._timed(IoPhase.STAGE, time.monotonic_ns() - self.part.stage_ns)
@@ -174,14 +175,21 @@ class SaveTask:
                 raise AbandonedError(f"rank {self.exchange.rank}: the save was abandoned at the end of the process")
             setattr(self, name, True)
 
+    def _copy(self) -> None:
+        """Copy what is copied behind training, before anything that takes long."""
+        try:
+            self.part.ready()
+        except Exception as err:
+            self.part.failure = self.part.failure or save_failure(err, self.exchange.rank)
+
     def _write(self) -> Message:
         part = self.part
         if part.failure is not None:
             return {"failure": part.failure.to_json()}
         assert part.prepared is not None
         try:
-            part.ready()
             self.record = self._written(part.prepared)
+            part.check()
             message: Message = {"failure": None, "file": asdict(self.record)}
             message |= agreement.message_of(part.prepared.different, part.prepared.replica)
             if self.exchange.rank and part.prepared.optimizer_part is not None:

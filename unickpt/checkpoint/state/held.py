@@ -54,6 +54,7 @@ class Held:
     data: torch.Tensor
     copies: Copies | None = None
     unless: torch.Tensor | None = None
+    steady: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -62,13 +63,13 @@ class Held:
     def shards(self, lo: int, hi: int) -> Iterator[Shard]:
         """Yield the elements ``[lo, hi)`` of the box, in row-major order, as shards."""
         if hi - lo == self.box.numel:
-            yield Shard(self.tensor, self.box, self.data, self.unless)
+            yield Shard(self.tensor, self.box, self.data, self.unless, self.steady)
             return
         at = lo
         for part in split_flat_range(self.box.shape, lo, hi):
             box = Box(tuple(a + b for a, b in zip(self.box.start, part.start, strict=True)), part.shape)
             unless = None if self.unless is None else self._part(self.unless, part, at)
-            yield Shard(self.tensor, box, self._part(self.data, part, at), unless)
+            yield Shard(self.tensor, box, self._part(self.data, part, at), unless, self.steady)
             at += part.numel
 
     def _part(self, data: torch.Tensor, part: Box, at: int) -> torch.Tensor:

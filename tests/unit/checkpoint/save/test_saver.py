@@ -133,7 +133,9 @@ def test_shards_of_any_strides_and_types_are_copied_in_their_order() -> None:
 
     shards = [Shard(info, Box.whole(info.shape), t) for info, t in zip(infos, tensors, strict=True)]
     buffer = staging.StagingBuffer(staging.size_of(shards))
-    copies, ready = buffer.fill(shards)
+    staged = buffer.fill(shards)
+    assert staged is not None
+    copies, ready = staged.shards, staged.ready
     ready()
     for copy, tensor in zip(copies, tensors, strict=True):
         assert torch.equal(copy.data, tensor)

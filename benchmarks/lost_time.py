@@ -1,0 +1,192 @@
+"""Training time that a save costs: with copies behind training, with copies at the call, and for other writers.
+
+    python -m benchmarks.lost_time [--ranks 1] [--millions 25] [--every 5] [--cycles 12] [--rows 48]
+        [--only late eager ...] [--out FILE]
+
+One job trains on. In turn, for each variant, it makes cycles of ``--every`` steps with a save before the first one, and as many
+cycles without a save. The time lost per save is the sum over the positions of a cycle of the median seconds of the call and of
+the step, minus the same without a save. So it has the call, and what training lost afterwards to the copy, checksums, writes,
+locks and the collector. It is given as a ratio to a memory copy of the bytes of the rank. Rows with more ranks than cores
+measure the machine.
+
+Variants: ``late`` (unickpt), ``eager`` (unickpt with ``copy_behind_training`` off), ``dcp`` and ``dcp-process``
+(``async_save`` in a thread, and in a process), ``deepspeed`` (its own save).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.deepspeed_engine import WIDTH, EngineJob
+from benchmarks.deepspeed_save_load import Dcp, Raw, natively
+from benchmarks.measure import machine, publish, slowest
+from unickpt.testing.launch import command, environment
+
+REPO = Path(__file__).resolve().parent.parent
+VARIANTS = ("late", "eager", "dcp", "dcp-process", "deepspeed")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--millions", type=int, default=25)
+    parser.add_argument("--stage", type=int, default=1)
+    parser.add_argument("--every", type=int, default=5, help="steps from one save to the next")
+    parser.add_argument("--cycles", type=int, default=12, help="of each variant")
+    parser.add_argument("--rows", type=int, default=48, help="samples of a step and rank")
+    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+class Cycles:
+    """Cycles of steps of one engine, with and without saves."""
+
+    def __init__(self, job: EngineJob, engine: Any, every: int, rows: int) -> None:
+        import torch
+
+        self.job, self.engine, self.every = job, engine, every
+        self._batch = torch.rand(rows, WIDTH)
+
+    def step(self) -> None:
+        self.engine.backward((self.engine(self._batch) ** 2).mean())
+        self.engine.step()
+
+    def run(self, save: Callable[[], Any] | None) -> list[float]:
+        """Return the seconds of the call of the save, or 0, and of each step, on the slowest rank."""
+        import torch
+        import torch.distributed as dist
+
+        taken = []
+        for action in (save, *[self.step] * self.every):
+            begin = time.perf_counter()
+            if action is not None:
+                action()
+            taken.append(time.perf_counter() - begin)
+        found = torch.tensor(taken, dtype=torch.float64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return [float(seconds) for seconds in found]
+
+
+def worker(args: argparse.Namespace) -> None:
+    """Measure on one rank. Rank 0 writes the result as JSON."""
+    folder = Path(args.worker)
+    job = EngineJob.start(args.millions)
+    engines = {"late": job.engine(args.stage)}
+    if "eager" in args.only:
+        engines["eager"] = job.engine(args.stage, copy_behind_training=False)
+    engine = engines["late"]
+    mine = job.share_bytes(engine)
+    raw = Raw(folder / f"raw{job.rank}", mine)
+    found: dict[str, list[list[float]]] = {}
+    alone: dict[str, list[list[float]]] = {}
+    copies = []
+    for name in args.only:
+        own = engines.get(name, engine)
+        cycles = Cycles(job, own, args.every, args.rows)
+        save, finish = _saves(name, own, folder / name, job, mine)
+        for number in range(args.cycles + 2):
+            with_save, without = cycles.run(save), cycles.run(None)
+            finish()
+            copies.append(slowest(raw.copy))
+            if number > 1:  # the first ones touch memory and disk for the first time
+                found.setdefault(name, []).append(with_save)
+                alone.setdefault(name, []).append(without)
+        if job.rank == 0:
+            shutil.rmtree(folder / name, ignore_errors=True)
+    if job.rank == 0:
+        result = {"copy": statistics.median(copies), "bytes": mine, "saves": found, "alone": alone}
+        (folder / "result.json").write_text(json.dumps(result))
+
+
+def _saves(name: str, engine: Any, place: Path, job: EngineJob, mine: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return the call of a save, and what waits for its end."""
+    number = [0]
+
+    def tag() -> str:
+        number[0] += 1
+        return f"t{number[0]}"
+
+    def cleared(last: int) -> None:
+        if job.rank == 0:
+            shutil.rmtree(place / f"t{last}", ignore_errors=True)
+
+    if name in ("late", "eager"):
+
+        def finish() -> None:
+            engine.checkpoint_engine.saver.finish()
+            cleared(number[0])
+
+        return lambda: engine.save_checkpoint(str(place), tag=tag()), finish
+    if name == "deepspeed":
+
+        def native() -> None:
+            with natively(engine):
+                engine.save_checkpoint(str(place), tag=tag())
+
+        return native, lambda: cleared(number[0])
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    dcp, pending = Dcp(job.rank, job.layers, mine), list[Any]()
+    kind = AsyncCheckpointerType.PROCESS if name == "dcp-process" else AsyncCheckpointerType.THREAD
+
+    def behind() -> None:
+        pending.append(dcp.save_behind(place / tag(), async_checkpointer_type=kind))
+
+    def ended() -> None:
+        pending.pop().result()
+        cleared(number[0])
+
+    return behind, ended
+
+
+def lost(saves: list[list[float]], alone: list[list[float]]) -> tuple[float, float, float]:
+    """Return the seconds lost per save, those of the call alone, and the seconds of a step without saves."""
+    with_save = [statistics.median(values) for values in zip(*saves, strict=True)]
+    step = statistics.median(seconds for cycle in alone for seconds in cycle[1:])
+    without = [statistics.median(values) for values in zip(*alone, strict=True)]
+    return sum(with_save) - sum(without), with_save[0], step
+
+
+def main() -> None:
+    args = parse()
+    if args.worker:
+        worker(args)
+        return
+    with tempfile.TemporaryDirectory(prefix="unickpt-lost-time") as folder:
+        given = [word for word in sys.argv[1:] if not word.startswith("--out")]
+        arguments = ["-m", "benchmarks.lost_time", *given, "--worker", folder]
+        done = subprocess.run(command(args.ranks, *arguments), cwd=REPO, env=environment(REPO), check=False)
+        result = Path(folder) / "result.json"
+        if done.returncode or not result.is_file():
+            raise SystemExit(f"the job ended with {done.returncode}")
+        data = json.loads(result.read_text())
+    lines = [
+        f"{args.millions}M parameters, fp32 with Adam, ZeRO-{args.stage} on {args.ranks} ranks, {data['bytes']:,} bytes each, "
+        f"a save every {args.every} steps, {args.cycles} cycles; one OpenMP thread; memory copy {1e3 * data['copy']:.0f} ms; "
+        f"{machine()}.",
+        "",
+        "| variant | call | lost per save | in copies | step without |",
+        "|---|---|---|---|---|",
+    ]
+    for name in args.only:
+        seconds, call, step = lost(data["saves"][name], data["alone"][name])
+        lines.append(
+            f"| {name} | {1e3 * call:.1f} ms | {1e3 * seconds:.0f} ms | {seconds / data['copy']:.2f} | {1e3 * step:.0f} ms |"
+        )
+    publish("\n".join(lines) + "\n", args.out)
+
+
+if __name__ == "__main__":
+    main()

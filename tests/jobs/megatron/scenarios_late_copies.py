@@ -1,0 +1,42 @@
+"""Saves that copy behind training, until the next step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import megatron_unickpt
+from megatron_unickpt.edge import RUNTIME
+from megatron_unickpt.testing.jobs import Job
+from megatron_unickpt.testing.layouts import Layout
+from megatron_unickpt.testing.truth import consolidated
+from tests.jobs.late_copies import held_copies
+from tests.jobs.megatron.compared import differences
+from tests.jobs.megatron.scenarios import scenario
+from tests.support.extent import some
+
+LAYOUTS = (
+    Layout(dp=2), Layout(tp=2, optimizer="plain"), Layout(dp=2, optimizer="offload"), Layout(pp=2, optimizer="fp32"),
+    Layout(dp=2, moe=True, ep=2), Layout(dp=2, optimizer="aware"), Layout(dp=2, optimizer="layers"),
+    Layout(dp=2, optimizer="fp32dist"),
+)  # fmt: skip
+
+
+@scenario(2)
+def a_step_waits_for_the_copies_of_a_save(folder: Path) -> None:
+    for layout in some(LAYOUTS, 3):
+        place = folder / layout.name
+        job = Job(layout, seed=1)
+        job.train(1)
+        megatron_unickpt.save(place / "first", job.chunks, job.optimizer, iteration=1, asynchronous=True).conclude()
+        job.train(1)
+        truth = consolidated(job, place / "truth")
+        with held_copies() as copies:
+            save = megatron_unickpt.save(place / "late", job.chunks, job.optimizer, iteration=2, asynchronous=True)
+            assert len(copies) == 1, layout
+            job.train(2)
+            save.conclude()
+        RUNTIME.saver().finish()
+        target = Job(layout, seed=7)
+        megatron_unickpt.load(place / "late", target.chunks, target.optimizer)
+        found = consolidated(target, place / "found")
+        assert truth is None or not differences(truth, found), layout
