@@ -246,7 +246,7 @@ def _save_in_memory(ours: UnickptCheckpointEngine, request: SaveRequest) -> Pend
     except CoordinationError as err:
         logger.error("unickpt: %s is not saved in memory: %s", request.directory, err)
         return None
-    return None if save is None or (save.done and not save.committed) else save
+    return None if save is None or not save.agreed else save
 
 
 def _advice(result: SaveResult) -> str:

@@ -127,7 +127,7 @@ def _in_memory(native: Callable[[], Any], ours: UnickptCheckpointEngine, turn: M
     request.failed, request.on_commit = failed, _committed
     save = turn.save(request)
     internals.gather_persistent(engine)
-    return not save.done or save.committed
+    return save.agreed
 
 
 def _collected(

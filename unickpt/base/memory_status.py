@@ -44,6 +44,7 @@ class MemoryStatus:
         failed: saves into memory without a commit.
         uncopied: committed generations whose copies failed.
         skipped: saves that went to disk because of such a failure.
+        left_out: saves that were skipped, because the copies of the one before were not complete.
     """
 
     hosts: tuple[HostUsage, ...] = ()
@@ -56,6 +57,7 @@ class MemoryStatus:
     failed: int = 0
     uncopied: int = 0
     skipped: int = 0
+    left_out: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """The state as JSON types."""

@@ -14,6 +14,7 @@ from unickpt.base.options.declared import UNLIMITED, Option, declarations, optio
 
 VERIFY = ("always", "sampled", "off")
 ON_BUSY = ("wait", "skip", "queue")
+ON_BUSY_IN_MEMORY = ("wait", "skip")
 MISSING = ("error", "fresh")
 WHEN = ("steering", "always", "never")
 GRADIENT_SCHEMES = ("none", "top-k", "random-k", "sign", "powersgd", "fp16", "bf16", "int8")
@@ -59,6 +60,12 @@ class MemoryOptions:
         0, "save into the memory of the hosts, and each time after this number of saves to disk; 0 disables the memory tier"
     )
     replicas: int = option(1, "number of other hosts that hold a copy of each file")
+    on_busy: str = option(
+        "wait",
+        "what a save into memory does while the copies of the one before are not complete: wait for them, or skip itself, as "
+        "suits a save at every step",
+        choices=ON_BUSY_IN_MEMORY,
+    )
     generations: int = option(2, "number of checkpoints that stay in memory, at least 2", least=2, most=8)
     gigabytes: float = option(
         UNLIMITED, "memory per host for all checkpoints and copies; a save that does not fit goes to disk", unit="GB"

@@ -150,6 +150,23 @@ class MemorySaver(Saver):
             self.hosts.folder.give_up(number)
         return save
 
+    def leave_out(self, request: SaveRequest, rank: int) -> PendingSave:
+        """Return a save that is skipped, because the copies of the one before are not complete."""
+        save = PendingSave(request.directory, rank, self.counts)
+        save.agreed = True
+        if request.forget is not None:
+            request.forget()
+        self._tell(replace(self.status, left_out=self.status.left_out + 1))
+        if rank == 0 and self.status.left_out == 1:
+            logger.warning(
+                "unickpt: %s is left out: the copies of the checkpoint in memory before it are not complete "
+                "(they took %.2f s the time before). Later ones are only counted.",
+                request.directory,
+                self.status.confirm_s,
+            )
+        save.end(SaveResult(committed=False, skipped=True))
+        return save
+
     def wait(self) -> None:
         """Wait for the copies of the last generation: then two hosts hold it. Every rank calls this before it makes a plan."""
         for save in self.pending:

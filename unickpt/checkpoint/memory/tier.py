@@ -23,6 +23,8 @@ from unickpt.checkpoint.memory.saver import MemorySaver
 from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveRequest
 from unickpt.checkpoint.storage.base import absolute
 
+_MEMORY, _DISK, _NOWHERE = "memory", "disk", ""  # where a checkpoint goes
+
 
 @dataclass
 class _Folder:
@@ -61,7 +63,7 @@ class MemoryTurn:
 
     Attributes:
         folder, saver: memory tier of its save directory.
-        plan: number of the generation, and those that stay.
+        plan: number of the generation, and those that stay; empty if the save is skipped.
         exchange: message exchange of the ranks for this save.
     """
 
@@ -78,7 +80,8 @@ class MemoryTurn:
             on_end: called with the save into memory when it has ended.
 
         Returns:
-            The save, pending or failed. ``agreed`` is the same on every rank; if it is false, the checkpoint has to go to disk.
+            The save, pending, failed or skipped. ``agreed`` is the same on every rank; if it is false, the checkpoint has to go
+            to disk.
 
         Raises:
             CoordinationError: a rank did not arrive in time.
@@ -89,6 +92,8 @@ class MemoryTurn:
             if on_end is not None:
                 on_end(save)
 
+        if not self.plan:
+            return self.saver.leave_out(request, self.exchange.rank)
         save = self.saver.save_generation(replace(request, on_end=ended), self.exchange, self.plan)
         self.folder.since_disk += 1
         return save
@@ -152,19 +157,29 @@ class MemoryTier:
         known = self._folders.get(save_dir)
         if known is None:
             known = self._connected(save_dir, exchange)
-        if known.saver is not None:
-            known.saver.wait()
-        plan: Message | None = None
+        saver, plan = known.saver, None
         if exchange.rank == 0:
-            saver, here = known.saver, not never and (always or known.since_disk + 1 < self.options.to_disk_every)
-            plan = saver.plan() if saver is not None and here and not saver.owed else {}
-            if saver is not None and here and saver.owed:
-                saver.skipped()
+            here = not never and (always or known.since_disk + 1 < self.options.to_disk_every)
+            plan = self._plan(saver) if saver is not None and here else {"where": _DISK}
         plan = exchange.broadcast("memory-plan", plan)
-        if not plan or known.saver is None:
+        if plan["where"] == _DISK or saver is None:
             known.since_disk = 0
             return None
-        return MemoryTurn(known, known.saver, plan, exchange)
+        if plan["where"] == _NOWHERE:
+            known.since_disk += 1
+            return MemoryTurn(known, saver, {}, exchange)
+        saver.wait()
+        return MemoryTurn(known, saver, plan, exchange)
+
+    def _plan(self, saver: MemorySaver) -> Message:
+        """Return where the next checkpoint goes, and the plan of a save into memory. Runs on rank 0."""
+        if self.options.on_busy == "skip" and saver.pending:
+            return {"where": _NOWHERE}
+        saver.wait()
+        if saver.owed:
+            saver.skipped()
+            return {"where": _DISK}
+        return {"where": _MEMORY, **saver.plan()}
 
     def _connected(self, save_dir: str, exchange: MessageExchange) -> _Folder:
         """Start the tier of a save directory."""

@@ -70,9 +70,9 @@ HELP = {
     "unickpt_memory_age_seconds": "Age of the newest checkpoint in memory whose copies are complete.",
     "unickpt_memory_confirm_seconds": "Time from the call of a save until its copies were complete, of that checkpoint.",
     "unickpt_memory_confirm_longest_seconds": "The longest such time.",
-    "unickpt_memory_saves_total": "Saves into memory, by outcome. Skipped ones went to disk because of a failure.",
+    "unickpt_memory_saves_total": "Saves into memory, by outcome. Skipped ones went to disk after a failure.",
 }
-_OUTCOMES = ("confirmed", "uncopied", "failed", "skipped")  # of saves into memory
+_OUTCOMES = ("confirmed", "uncopied", "failed", "skipped", "left_out")  # of saves into memory
 _OF_STEPS = {
     "own": "unickpt_rank_own_seconds",
     "waiting": "unickpt_rank_waiting_seconds",

@@ -27,6 +27,8 @@ from unickpt.checkpoint.memory.generations import Inventory, folder_of
 from unickpt.checkpoint.memory.keeper_process import KeeperProcess
 from unickpt.checkpoint.memory.tier import MemoryLoad, MemoryTier, choose
 from unickpt.checkpoint.save import task
+from unickpt.checkpoint.save.requests import PendingSave
+from unickpt.checkpoint.save.task import SaveTask
 
 
 def data_of(inventory: Inventory) -> list[list[str]]:
@@ -221,6 +223,37 @@ def test_every_nth_save_goes_to_disk(job: Callable[..., Job]) -> None:
         return found
 
     assert running.everywhere(turns) == [[True, True, False] * 2] * len(HOSTS)
+
+
+def test_a_save_is_left_out_while_the_copies_of_the_one_before_are_not_complete(job: Callable[..., Job]) -> None:
+    running, gate = job(to_disk_every=1000, on_busy="skip"), threading.Event()
+
+    def saves(tier: MemoryTier, exchange: MessageExchange) -> list[bool]:
+        def saved(step: int) -> PendingSave:
+            save = tier.save(request(running.checkpoints, step, exchange.rank, len(HOSTS)), exchange)
+            assert save is not None
+            assert save.agreed
+            return save
+
+        assert saved(1).wait(30)
+        memory = tier._folders[str(running.checkpoints)].saver
+        assert memory is not None
+        confirm = memory._confirm
+
+        def late(task: SaveTask) -> None:
+            gate.wait(30)
+            confirm(task)
+
+        memory._confirm = late  # type: ignore[method-assign]
+        second, third = saved(2), saved(3)
+        assert third.done
+        gate.set()
+        assert second.wait(30)
+        fourth = saved(4)
+        assert fourth.wait(30)
+        return [save.committed for save in (second, third, fourth)]
+
+    assert running.everywhere(saves) == [[True, False, True]] * len(HOSTS)
 
 
 def test_memory_is_within_its_budget(job: Callable[..., Job]) -> None:
