@@ -1,6 +1,6 @@
 """Under torchrun: a small DeepSpeed job that ``ds_unickpt.resume_or_start`` continues, with the sampler of one global order.
 
-    deepspeed_job.py FOLDER STAGE BATCH [--steps N] [--pause MS] [--memory]
+    deepspeed_job.py FOLDER STAGE BATCH [--steps N] [--pause MS] [--memory] [--every-step]
 
 Every start is compared with the checkpoint that it came from, bit for bit, through DeepSpeed's own accessors.
 """
@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1 << 30)
     parser.add_argument("--pause", type=float, default=120.0)
     parser.add_argument("--memory", action="store_true", help="save into memory, and each sixth time to disk")
+    parser.add_argument("--every-step", action="store_true", help="save at each step, each 60th time to disk")
     args = parser.parse_args()
     job = Observed(args.folder, STARTED_S)
     warnings.filterwarnings("ignore")
@@ -43,6 +44,7 @@ def main() -> None:
 
     import ds_unickpt
     import unickpt
+    from unickpt.checkpoint.save import staging
     from unickpt.testing.launch import leave
 
     job.say("imported")
@@ -97,6 +99,9 @@ def main() -> None:
         place = args.folder / "memory" / job.host
         place.mkdir(parents=True, exist_ok=True)
         config["unickpt"]["memory"] = {"to_disk_every": 6, "folder": str(place)}
+        if args.every_step:
+            config["unickpt"]["memory"] |= {"to_disk_every": 60, "on_busy": "skip"}
+            staging.LATE_BYTES = 0  # the state is small
     model = Model()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     job.die_soon(0, "kill in load")
@@ -124,7 +129,7 @@ def main() -> None:
             dist.all_reduce(seen)
         step, stopping = step + 1, bool(seen[1])
         job.stepped(step, ids, float(seen[0]))
-        if step % SAVE_STEPS == 0:
+        if args.every_step or step % SAVE_STEPS == 0:
             job.die_soon(step, "kill in save")
             engine.save_checkpoint(str(args.folder / "ck"))
         if job.rank == 0:

@@ -58,10 +58,12 @@ SETTINGS = {
     "deepspeed": Setting("deepspeed_job.py", ("1", "12"), 1, 3, (1, 3)),
     "deepspeed-2": Setting("deepspeed_job.py", ("1", "12"), 2, 3, (2, 6), ("plain",), 300),
     "deepspeed-memory": Setting("deepspeed_job.py", ("1", "12", "--memory"), 1, 3, (1, 3), ("plain",)),
+    "deepspeed-every": Setting("deepspeed_job.py", ("1", "12", "--memory", "--every-step"), 1, 3, (1, 3), ("plain",)),
     "zero3": Setting("deepspeed_job.py", ("3", "12"), 1, 3, (1, 3)),
     "deepspeed-8": Setting("deepspeed_job.py", ("1", "8"), 1, 4, (1, 4), ("batch",), 300),
     "megatron": Setting("megatron_job.py", ("2", "1", "6"), 2, 3, (2, 6), ("plain", "always"), 300),
     "megatron-memory": Setting("megatron_job.py", ("2", "1", "6", "--memory"), 2, 3, (2, 6), ("plain",), 300),
+    "megatron-every": Setting("megatron_job.py", ("2", "1", "6", "--memory", "--every-step"), 2, 3, (2, 6), ("plain",), 300),
     "megatron-8": Setting("megatron_job.py", ("2", "2", "4"), 2, 4, (4, 8), ("batch",), 120),
 }
 KINDS = {

@@ -1,6 +1,6 @@
 """Under torchrun: the unmodified ``pretrain_gpt.py`` of ``$MEGATRON_LM`` with ``--ckpt-format unickpt``, on CPU and gloo.
 
-    megatron_job.py FOLDER TP PP BATCH [--steps N] [--pause MS] [--memory]
+    megatron_job.py FOLDER TP PP BATCH [--steps N] [--pause MS] [--memory] [--every-step]
 
 Every start is compared with the checkpoint that it came from through Megatron's own resharding format. The id of a
 sample is the digest of its tokens. Functions of Megatron's training loop are wrapped to write down steps and to make faults.
@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--pause", type=float, default=30.0)
     parser.add_argument("--memory", action="store_true", help="save into memory, and each sixth time to disk")
+    parser.add_argument("--every-step", action="store_true", help="save at each step, each 60th time to disk")
     args = parser.parse_args()
     job = Observed(args.folder, STARTED_S)
     warnings.filterwarnings("ignore")
@@ -48,14 +49,19 @@ def main() -> None:
     own = (
         f"--tensor-model-parallel-size {args.tp} --pipeline-model-parallel-size {args.pp} --global-batch-size {args.batch} "
         f"--num-layers 2 --hidden-size 32 --vocab-size 511 --bf16 --use-distributed-optimizer --ckpt-format unickpt "
-        f"--save {checkpoints} --load {checkpoints} --save-interval {SAVE_STEPS} --train-iters 3000 "
+        f"--save {checkpoints} --load {checkpoints} --save-interval {1 if args.every_step else SAVE_STEPS} --train-iters 3000 "
         f"--lr-decay-iters 2000 --unickpt-keep-last 3 --unickpt-timing"
         + (f" --exit-interval {args.steps}" if args.steps else "")
     )
     if args.memory:
         place = args.folder / "memory" / job.host
         place.mkdir(parents=True, exist_ok=True)
-        own += f" --unickpt-memory-to-disk-every 6 --unickpt-memory-folder {place}"
+        own += f" --unickpt-memory-to-disk-every {60 if args.every_step else 6} --unickpt-memory-folder {place}"
+        if args.every_step:
+            own += " --unickpt-memory-on-busy skip"
+            from unickpt.checkpoint.save import staging
+
+            staging.LATE_BYTES = 0  # the state is small
     script = os.path.join(tree, "pretrain_gpt.py")
     sys.argv = [script, *ARGUMENTS.split(), *own.split()]
     watch(job, args.folder, args.pause)

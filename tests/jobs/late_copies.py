@@ -336,7 +336,7 @@ def held_copies() -> Iterator[list[LateCopy]]:
     """
     made: list[LateCopy] = []
     gates: dict[LateCopy, threading.Event] = {}
-    begin, run_, settle, least = LateCopy.__init__, LateCopy.run, LateCopy.settle, staging._LATE_BYTES
+    begin, run_, settle, least = LateCopy.__init__, LateCopy.run, LateCopy.settle, staging.LATE_BYTES
 
     def noted(copy: LateCopy, *arguments: Any) -> None:
         gates[copy] = threading.Event()
@@ -352,11 +352,11 @@ def held_copies() -> Iterator[list[LateCopy]]:
         gates[copy].set()
 
     LateCopy.__init__, LateCopy.run, LateCopy.settle = noted, held, settled  # type: ignore[method-assign, assignment]
-    staging._LATE_BYTES = 0
+    staging.LATE_BYTES = 0
     try:
         yield made
     finally:
         LateCopy.__init__, LateCopy.run, LateCopy.settle = begin, run_, settle  # type: ignore[method-assign]
-        staging._LATE_BYTES = least
+        staging.LATE_BYTES = least
         for gate in gates.values():
             gate.set()

@@ -21,7 +21,7 @@ from unickpt.checkpoint.save.late_copy import LateCopy, Source, Watch, is_counte
 from unickpt.checkpoint.save.shards import Shard
 from unickpt.checkpoint.storage.direct_io import BLOCK_BYTES
 
-_LATE_BYTES = 1 << 20  # less is copied faster than it is noted
+LATE_BYTES = 1 << 20  # less is copied faster than it is noted
 
 
 class StagingBuffer:
@@ -214,7 +214,7 @@ class _Later:
         self.copies, self.rest = DenseCopies(shards), DenseCopies(())
         size = sum(shard.data.nbytes for shard in shards if id(shard) in self._found)
         conditions = all(shard.unless is None or id(shard) in self._found for shard in shards)
-        self.pays = conditions and size >= _LATE_BYTES
+        self.pays = conditions and size >= LATE_BYTES
 
     def __contains__(self, shard: Shard) -> bool:
         return id(shard) in self._found
