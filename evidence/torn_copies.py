@@ -2,9 +2,9 @@
 
     python -m evidence.torn_copies [--trials 10000] [--seed 1] [--out docs/evidence/late-copies.md]
 
-A trial is one save of a job of 5 MB: ``tests/jobs/late_copies.py`` has the writers. The interpreter changes threads every 0.1 ms,
-and two saves may be in flight. The exit code is 1 if a committed checkpoint differs from the state at the call, or if a save is
-given up although nothing has broken the rule that only a step changes the state.
+A trial is one save of a job of 5 MB (``tests/jobs/late_copies.py`` has the writers). The interpreter changes threads each
+0.1 ms, and two saves may be in flight. The exit code is 1 if a committed checkpoint differs from the state at the call, or if a
+save is given up although nothing has broken the rule that only a step changes the state.
 """
 
 from __future__ import annotations

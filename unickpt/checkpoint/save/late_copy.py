@@ -13,7 +13,7 @@ that kind that leaves all samples as they are is not seen. After a write the sav
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +33,12 @@ class Source:
     Attributes:
         name: of the tensor, for messages.
         tensor: the tensor of the job, dense if it is on the CPU.
-        copy: copy of it, or None if it is compared only. A sample of the copy shows whether the source changed before.
+        compared: it is compared only, and not copied.
     """
 
     name: str
     tensor: torch.Tensor
-    copy: torch.Tensor | None
+    compared: bool = False
 
 
 def silent_steps(optimizer: Any) -> str:
@@ -50,22 +50,17 @@ def silent_steps(optimizer: Any) -> str:
     return ""
 
 
-def is_counted(tensor: torch.Tensor) -> bool:
-    """Return whether torch counts the versions of a tensor."""
-    return not tensor.is_inference()
-
-
 class Watch:
     """Notes what tensors are, and finds out whether they are still the same.
 
     Args:
-        sources: the tensors. Their copies have no values yet.
+        sources: the tensors.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
         self._versions = [source.tensor._version for source in sources]
-        self._on_host = [source for source in sources if source.tensor.is_cpu and source.tensor.numel()]
+        self._on_host = [source for source in sources if source.tensor.is_cpu]
         self._samples = samples([source.tensor for source in self._on_host])
 
     def check_versions(self) -> None:
@@ -74,9 +69,14 @@ class Watch:
             if source.tensor._version != before:
                 raise _changed(source.name, f"torch has written to it {source.tensor._version - before} times")
 
-    def check_samples(self) -> None:
-        """Raises ChangedError if a copy, or a source that has none, differs from the source at the begin."""
-        now = samples([source.tensor if source.copy is None else source.copy for source in self._on_host])
+    def check_samples(self, copies: Mapping[int, torch.Tensor]) -> None:
+        """Raises ChangedError if a copy, or a source that is only compared, is not what the source was at first.
+
+        Args:
+            copies: by the address of their source.
+        """
+        tensors = [each.tensor if each.compared else copies.get(each.tensor.data_ptr(), each.tensor) for each in self._on_host]
+        now = samples(tensors)
         if now == self._samples:
             return
         at = next(at for at in range(0, len(now), 8) if now[at : at + 8] != self._samples[at : at + 8])
@@ -97,7 +97,7 @@ class LateCopy:
     """The copies of one save that are made later: by the thread of the save, and by the thread that needs them to be over.
 
     Args:
-        copies: between CPU tensors.
+        place: returns the copies between CPU tensors; called once, by the first of the threads.
         watch: of all sources.
         finish: called once after the copies with the results of ``copy_all``. It copies what depends on them.
         order: makes what follows on the devices wait for the copies from there, and does not block; called in ``settle``.
@@ -105,14 +105,15 @@ class LateCopy:
 
     def __init__(
         self,
-        copies: Sequence[TensorCopy],
+        place: Callable[[], Sequence[TensorCopy]],
         watch: Watch,
-        finish: Callable[[list[bool]], None],
+        finish: Callable[[Sequence[bool]], None],
         order: Callable[[], None],
     ) -> None:
-        self._copies, self._watch, self._finish, self._order = copies, watch, finish, order
-        self._parts = divided(copies, -(-sum(each.source.nbytes for each in copies) // _PART_BYTES)) if copies else []
-        self._same = [True] * len(copies)
+        self._place, self._watch, self._finish, self._order = place, watch, finish, order
+        self._copies: Sequence[TensorCopy] | None = None
+        self._parts: list[range] = []
+        self._same: list[bool] = []
         self._lock = threading.Lock()
         self._begun = self._made = 0  # parts
         self._over = threading.Event()
@@ -174,38 +175,51 @@ class LateCopy:
 
     def _help(self) -> None:
         """Make copies that nobody has begun."""
-        while (at := self._next()) is not None:
+        while (part := self._next()) is not None:
             try:
-                if at < len(self._parts):
-                    part = self._parts[at]
-                    self._same[part.start : part.stop] = copy_some(self._copies, part)
+                if len(part):
+                    self._same[part.start : part.stop] = copy_some(self._copies or (), part)
+            except Exception as err:  # a step of training may have called this
+                self._error = self._error or err
             except BaseException as err:  # the other thread waits for this part
-                self._error = self._error or UnickptError(f"a copy of the state was interrupted ({type(err).__name__}: {err})")
+                self._error = self._error or UnickptError(f"a copy of the state was interrupted ({type(err).__name__})")
                 raise
             finally:
                 self._end_part()
 
-    def _next(self) -> int | None:
+    def _next(self) -> range | None:
+        """Return the positions of copies that nobody has begun; None if there are none. At least one part, maybe empty."""
         with self._lock:
-            if self._cancelled or self._begun >= max(len(self._parts), 1):  # without parts, one that only finishes
+            if self._copies is None and not self._cancelled:
+                self._copies = self._placed()
+                size = sum(each.source.nbytes for each in self._copies)
+                self._parts = divided(self._copies, -(-size // _PART_BYTES)) if size else [range(len(self._copies))]
+                self._same = [True] * len(self._copies)
+            if self._cancelled or self._begun == len(self._parts):
                 return None
             self._begun += 1
-            return self._begun - 1
+            return self._parts[self._begun - 1]
+
+    def _placed(self) -> Sequence[TensorCopy]:
+        try:
+            return self._place()
+        except Exception as err:
+            self._error = self._error or err
+            return ()
 
     def _end_part(self) -> None:
         with self._lock:
             self._made += 1
-            last = self._made == max(len(self._parts), 1)
-            if self._cancelled:
-                last = False
-                if self._begun == self._made:
-                    self._over.set()
+            if self._cancelled and self._begun == self._made:
+                self._over.set()
+            last = self._made == len(self._parts) and not self._cancelled
         if not last:
             return
         try:
             if self._error is None:
+                copies = {each.source.data_ptr(): each.target for each in self._copies or ()}
                 self._finish(self._same)
-                self._watch.check_samples()
+                self._watch.check_samples(copies)
         except Exception as err:
             self._error = err
         self._over.set()

@@ -17,11 +17,13 @@ import torch
 
 from unickpt.checkpoint.format.casts import TensorCopy, comparison, copy_all, is_cast_of, is_dense
 from unickpt.checkpoint.save.device_copy import SUPPORTED, DeviceCopies
-from unickpt.checkpoint.save.late_copy import LateCopy, Source, Watch, is_counted
+from unickpt.checkpoint.save.late_copy import LateCopy, Source, Watch
 from unickpt.checkpoint.save.shards import Shard
 from unickpt.checkpoint.storage.direct_io import BLOCK_BYTES
 
 LATE_BYTES = 1 << 20  # less is copied faster than it is noted
+
+_AT_ONCE_BYTES = 1 << 20  # copied twice
 
 
 class StagingBuffer:
@@ -59,7 +61,7 @@ class StagingBuffer:
         self.lead_bytes = lead_bytes
         later = _Later(shards, devices=self._pinned and SUPPORTED) if late else None
         if later is not None and later.pays:
-            return self._fill_late(shards, lead_bytes, later)
+            return self._fill_late(shards, lead_bytes, later)  # the shards with a condition may have no room
         targets, sources, staged = [], [], []
         conditional = 0
         dense = DenseCopies(shards)
@@ -80,61 +82,21 @@ class StagingBuffer:
         dense.run()
         return Staged(staged, self._copy(targets, sources)[0], conditional)
 
-    def _fill_late(self, shards: Sequence[Shard], lead_bytes: int, later: _Later) -> Staged | None:
-        """As ``fill``: copy what may change at any time, and note the other copies.
+    def _fill_late(self, shards: Sequence[Shard], lead_bytes: int, later: _Later) -> Staged:
+        """As ``fill``: copy what may change at any time, and leave the places and copies of the rest to ``Staged.late``.
 
-        The place of a shard depends on the conditional ones before it, which are not known yet. So what comes behind the
-        first of them is copied to its place at the end; what may change at any time has a copy elsewhere until then.
+        Copies from devices are begun at once, so they need their places at once.
         """
-        targets, sources = [], []
+        watch = Watch(later.sources)
+        kept = [shard if shard in later else replace(shard, data=_copy_of(shard.data)) for shard in shards]
         room = _Room(self.tensor, lead_bytes, lead_bytes + self.capacity_bytes)
-        placed: list[Shard] = []
-        behind: list[Shard] = []
-        watched: list[Source] = []
-        now = DenseCopies(())
-        for shard in shards:
-            data = shard.data
-            if behind or shard.unless is not None:
-                steady = shard in later
-                behind.append(shard if steady else replace(shard, data=_copy_of(data)))
-                if steady and data.numel():
-                    watched.append(Source(shard.tensor.name, data, None))
-                    if shard.unless is not None and shard.unless.data_ptr() not in later.places:
-                        watched.append(Source(shard.tensor.name, shard.unless, None))
-                continue
-            target = room.next(data)
-            if target is None:
-                return None
-            placed.append(Shard(shard.tensor, shard.box, target))
-            if shard in later and data.numel():
-                watched.append(Source(shard.tensor.name, data, target if data.is_cpu else None))
-                if data.is_cpu:
-                    later.copies.add(target, data)
-            elif is_dense(data):
-                now.add(target, data)
-                continue
-            if not data.is_cpu or (not is_dense(data) and data.numel()):
-                targets.append(target)
-                sources.append(data.detach())
-        now.run()
-        watch = Watch(watched)
-        waiting, order = self._copy(targets, sources, late=True)
-        staged = Staged(placed, waiting)
-
-        def finish(same: list[bool]) -> None:
-            later.copies.ran(same)
-            for shard in behind:
-                if shard.unless is not None and later.copies.derivable(shard, shard.unless):
-                    continue
-                target = room.next(shard.data)
-                if target is None:
-                    target = self._beyond(shard.data)
-                staged.shards.append(Shard(shard.tensor, shard.box, target))
-                staged.conditional_bytes += target.nbytes if shard.unless is not None else 0
-                later.rest.add(target, shard.data)
-            later.rest.run()
-
-        staged.late = LateCopy(later.copies.waiting, watch, finish, order)
+        staged = Staged([], nothing_to_wait_for)
+        places = _LatePlaces(room, kept, staged, self._beyond)
+        order = nothing_to_wait_for
+        if later.on_devices:
+            places.place()
+            staged.waiting, order = self._copy(places.targets, places.sources, late=True)
+        staged.late = LateCopy(places.place, watch, places.finish, order)
         return staged
 
     def _beyond(self, like: torch.Tensor) -> torch.Tensor:
@@ -199,33 +161,107 @@ class _Later:
     """What of the shards of a save is copied later.
 
     Args:
+        shards: all shards, in file order.
         devices: copies from devices are made behind training.
 
     Attributes:
-        copies: copies in host memory whose places are known at the call.
-        rest: those whose places are known after these.
-        places: addresses of the tensors of unconditional shards.
-        pays: there is enough to copy later.
+        sources: the tensors that are copied or compared later.
+        on_devices: some of them are on devices.
+        pays: there is enough to copy later, and little to copy at once.
     """
 
     def __init__(self, shards: Sequence[Shard], *, devices: bool) -> None:
-        self._found = {id(shard) for shard in shards if _may_be_late(shard, devices=devices)}
-        self.places = {shard.data.data_ptr() for shard in shards if shard.unless is None}
-        self.copies, self.rest = DenseCopies(shards), DenseCopies(())
-        size = sum(shard.data.nbytes for shard in shards if id(shard) in self._found)
-        conditions = all(shard.unless is None or id(shard) in self._found for shard in shards)
-        self.pays = conditions and size >= LATE_BYTES
+        self.sources: list[Source] = []
+        self.on_devices = False
+        self._found: set[int] = set()
+        copied: set[int] = set()
+        at_once, size = 0, 0
+        conditions = True
+        for shard in shards:
+            data, unless = shard.data, shard.unless
+            if not shard.steady or not _can_wait(data, devices=devices) or (unless is not None and not _can_wait(unless)):
+                at_once += data.nbytes
+                conditions = conditions and unless is None
+                continue
+            self._found.add(id(shard))
+            name = shard.tensor.name
+            self.sources.append(Source(name, data, compared=unless is not None))
+            if unless is None:
+                copied.add(data.data_ptr())
+                size += data.nbytes
+                self.on_devices = self.on_devices or not data.is_cpu
+            elif unless.data_ptr() not in copied:
+                self.sources.append(Source(name, unless, compared=True))
+        self.pays = conditions and size >= LATE_BYTES and at_once <= max(size // 8, _AT_ONCE_BYTES)
 
     def __contains__(self, shard: Shard) -> bool:
         return id(shard) in self._found
 
 
-def _may_be_late(shard: Shard, *, devices: bool) -> bool:
-    """Return whether only a step changes a shard, and it can be watched until then. Strided host memory is copied at once."""
-    if not shard.steady:
-        return False
-    parts = [shard.data] if shard.unless is None else [shard.data, shard.unless]
-    return all(is_counted(part) and (is_dense(part) or (devices and part.is_cuda)) for part in parts)
+def _can_wait(tensor: torch.Tensor, *, devices: bool = False) -> bool:
+    """Return whether a tensor can be watched until a step. Strided host memory is copied at once."""
+    return not tensor.is_inference() and (is_dense(tensor) or (devices and tensor.is_cuda))
+
+
+class _LatePlaces:
+    """The places of shards in a buffer that are found behind training.
+
+    The place of a shard depends on the conditional ones before it, which are known when their masters have been copied. So what
+    comes behind the first of them gets its place at the end.
+
+    Args:
+        room: memory of the buffer.
+        shards: all shards, in file order.
+        staged: receives the shards in the buffer.
+        beyond: returns memory for a shard that has no room.
+
+    Attributes:
+        targets, sources: of the copies from devices.
+    """
+
+    def __init__(
+        self, room: _Room, shards: Sequence[Shard], staged: Staged, beyond: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self._room, self._shards, self._staged, self._beyond = room, shards, staged, beyond
+        self._behind: Sequence[Shard] = ()
+        self._copies: DenseCopies | None = None
+        self.targets: list[torch.Tensor] = []
+        self.sources: list[torch.Tensor] = []
+
+    def place(self) -> list[TensorCopy]:
+        """Find the places that are known, once. Returns the copies in host memory that are to be made there."""
+        if self._copies is not None:
+            return self._copies.waiting
+        self._copies = DenseCopies(self._shards)
+        conditional = (at for at, shard in enumerate(self._shards) if shard.unless is not None)
+        first = next(conditional, len(self._shards))
+        self._behind = self._shards[first:]
+        for shard in self._shards[:first]:
+            target = self._placed(shard)
+            if shard.data.is_cpu:
+                self._copies.add(target, shard.data)
+            else:
+                self.targets.append(target)
+                self.sources.append(shard.data.detach())
+        return self._copies.waiting
+
+    def finish(self, same: Sequence[bool]) -> None:
+        """Place and copy the rest. ``same``: the results of the copies of ``place``."""
+        assert self._copies is not None  # ``place`` was called
+        self._copies.ran(same)
+        rest = DenseCopies(())
+        for shard in self._behind:
+            if shard.unless is None or not self._copies.derivable(shard, shard.unless):
+                rest.add(self._placed(shard), shard.data)
+        rest.run()
+
+    def _placed(self, shard: Shard) -> torch.Tensor:
+        target = self._room.next(shard.data)
+        if target is None:
+            target = self._beyond(shard.data)
+        self._staged.shards.append(Shard(shard.tensor, shard.box, target))
+        self._staged.conditional_bytes += target.nbytes if shard.unless is not None else 0
+        return target
 
 
 def _allocated(capacity_bytes: int) -> torch.Tensor:
