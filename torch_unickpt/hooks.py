@@ -81,6 +81,14 @@ def _metadata(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any
     return switched.metadata(wrapped, instance, args, kwargs)
 
 
+def _read_data(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    if instance.storage_data:  # torch's own
+        return wrapped(*args, **kwargs)
+    from torch_unickpt.dcp import switched
+
+    return switched.read_data(wrapped, instance, _arguments(wrapped, args, kwargs))
+
+
 def _timed(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
     """Time the collectives of a job that wraps a model, from before the first of them."""
     import torch.distributed as dist
@@ -127,6 +135,14 @@ HF_METADATA = declared(
     "torch.dcp.hf_metadata", HF_STORAGE, "HuggingFaceStorageReader.read_metadata", _metadata,
     why="libraries take a folder for Hugging Face's if it has any safetensors file",
 )  # fmt: skip
+READ_DATA = declared(
+    "torch.dcp.read_data", STORAGE, "FileSystemReader.read_data", _read_data,
+    why="a reader of a program's own may hand its calls to torch's reader", parameters=("plan", "planner"),
+)  # fmt: skip
+HF_READ_DATA = declared(
+    "torch.dcp.hf_read_data", HF_STORAGE, "HuggingFaceStorageReader.read_data", _read_data,
+    why="a reader of a program's own may hand its calls to torch's reader", parameters=("plan", "planner"),
+)  # fmt: skip
 DDP = declared(
     "torch.timing.ddp", "torch.nn.parallel.distributed", "DistributedDataParallel.__init__", _timed,
     why="no callback when a model is wrapped, before its first collectives",
@@ -140,25 +156,25 @@ VERL = [
     declared_in_verl("verl.fsdp.load", "load_checkpoint", _load_of_verl, parameters=("local_path",)),
 ]
 NEEDED = [SAVE, LOAD, METADATA, HF_METADATA]
-BESIDE = [ASYNC_SAVE, *VERL]  # alone: without the first, saves are copied by torch and written all the same
+BESIDE = [ASYNC_SAVE, READ_DATA, HF_READ_DATA, *VERL]  # each alone: without the first, torch copies, and all is written
 OPTIONAL = [DDP, FSDP]  # installed only if the environment asks for timing
 DECLARED = [*NEEDED, *BESIDE, *OPTIONAL]
 
 
-def _install(hook: hooks.Hook) -> bool:
-    return hooks.install([hook], framework=FRAMEWORK, version=version(), lost="no universal checkpoints through DCP")
+def _install(needed: hooks.Hook, beside: hooks.Hook | None = None) -> bool:
+    """Install a hook, and one beside it. Return whether the first is installed."""
+    done = False
+    for hook in (beside, needed):
+        if hook is not None:
+            done = hooks.install([hook], framework=FRAMEWORK, version=version(), lost="no universal checkpoints through DCP")
+    return done
 
 
 # ``unickpt.base.autoload`` calls these after the import of a module
 install_loader = partial(_install, LOAD)
-install_storage = partial(_install, METADATA)
-install_hf_storage = partial(_install, HF_METADATA)
-
-
-def install_saver() -> bool:
-    """Install the hooks on saves, and return whether those that are needed are."""
-    _install(ASYNC_SAVE)
-    return _install(SAVE)
+install_saver = partial(_install, SAVE, ASYNC_SAVE)
+install_storage = partial(_install, METADATA, READ_DATA)
+install_hf_storage = partial(_install, HF_METADATA, HF_READ_DATA)
 
 
 def install_verl() -> bool:

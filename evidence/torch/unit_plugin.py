@@ -17,6 +17,7 @@ import enum
 import inspect
 import json
 import os
+import re
 import sys
 from functools import wraps
 from pathlib import Path
@@ -27,12 +28,14 @@ import torch
 import torch.distributed.checkpoint
 import torch.multiprocessing
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.remote_device import _remote_device
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal import common_device_type, common_distributed, common_utils
+from torch.testing._internal.distributed._shard import sharded_tensor as common_sharded
 from torch.testing._internal.distributed._tensor import common_dtensor
 
 REPORT = Path(os.environ["UNICKPT_UNIT_REPORT"])
-_CPU = torch.device("cpu")
+_CPU, GPUS = torch.device("cpu"), 4  # as many as the tests ask for at most
 _FORKED = (common_distributed.MultiProcessTestCase, common_distributed.MultiProcContinuousTest)
 
 
@@ -63,6 +66,27 @@ def _forked_cpu_ranks() -> None:
     common_dtensor.DTensorTestBase.init_pg = lambda self, eager, backend=None: started(self, eager, _on_cpu(self, backend))
     for base, name in zip(_FORKED, ("run_test", "_run_test_given_id"), strict=True):
         setattr(base, name, _in_mode(inspect.getattr_static(base, name)))
+    _counted_gpus()
+
+
+def _counted_gpus() -> None:
+    """Let tests that count GPUs have that number of ranks, and their meshes and sharded tensors be on the CPU."""
+    torch.cuda.device_count = torch.accelerator.device_count = lambda: GPUS
+    for name in ("requires_nccl", "requires_accelerator_dist_backend"):
+        setattr(common_distributed, name, lambda *_: lambda test: test)
+    with_comms = common_sharded.with_comms
+    common_sharded.with_comms = lambda func=None, init_rpc=True, **_: with_comms(func, init_rpc=init_rpc, backend="gloo")
+    made = torch.distributed.init_device_mesh
+
+    @wraps(made)
+    def on_cpu(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return made("cpu", *args, **kwargs)
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("init_device_mesh") is made:
+            module.init_device_mesh = on_cpu  # type: ignore[attr-defined]
+    placed = _remote_device.__init__
+    _remote_device.__init__ = lambda self, at: placed(self, re.sub(r"(cuda|cpu)(:\d+)?", "cpu", str(at)))
 
 
 def _on_cpu(test: Any, backend: str | None) -> str:

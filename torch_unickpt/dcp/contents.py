@@ -19,7 +19,7 @@ from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.state.filling import WEIGHT
 from unickpt.checkpoint.state.optimizer_record import decoded, encoded
 
-OBJECT = "dcp"  # name in the objects of the job; other ranks' values have the shared name ``dcp/<key>``
+OBJECT = "dcp"  # name in the objects of the job; what other ranks keep has the shared name ``dcp/<rank>``
 _TREE, _VALUES, _PATHS = "tree", "values", "paths"
 
 
@@ -127,20 +127,25 @@ class Contents:
         found = [each.hyperparameters.get("step") for each in scalars]
         return max((int(each) for each in found if isinstance(each, (int, float)) and each >= 0), default=0)
 
+    @property
+    def kept(self) -> list[str]:
+        """Keys of the values and the paths."""
+        return list(dict.fromkeys((*self.values, *self.paths)))
+
     def objects(self, own: Iterable[str]) -> dict[str, Any]:
-        """Return what the objects of the job have. ``own``: keys of the values that the first rank stores."""
-        return {OBJECT: {_TREE: self.tree.as_json(), **self._of_keys(set(own), self.paths)}}
+        """Return what the objects of the job have. ``own``: those of ``kept`` that the first rank stores."""
+        return {OBJECT: {_TREE: self.tree.as_json(), **self._of_keys(set(own))}}
 
-    def shared_objects(self, own: Iterable[str]) -> dict[str, Any]:
-        """Return what the shared objects have: values that another rank than the first one stores, each with its path."""
-        return {f"{OBJECT}/{key}": self._of_keys({key}, {key}) for key in own}
+    def shared_objects(self, rank: int, own: Iterable[str]) -> dict[str, Any]:
+        """Return what the shared objects have: those of ``kept`` that another rank than the first one stores."""
+        keys = set(own)
+        return {f"{OBJECT}/{rank}": self._of_keys(keys)} if keys else {}
 
-    def _of_keys(self, values: Collection[str], paths: Collection[str]) -> dict[str, Any]:
+    def _of_keys(self, keys: Collection[str]) -> dict[str, Any]:
+        paths = {key: path for key, path in self.paths.items() if key in keys}
         return {
-            _VALUES: {key: value for key, value in self.values.items() if key in values},
-            _PATHS: {
-                key: [[type(part) is int, str(part)] for part in path] for key, path in self.paths.items() if key in paths
-            },
+            _VALUES: {key: value for key, value in self.values.items() if key in keys},
+            _PATHS: {key: [[type(part) is int, str(part)] for part in path] for key, path in paths.items()},
         }
 
 

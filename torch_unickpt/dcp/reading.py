@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from torch_unickpt.dcp.contents import Stored
-from torch_unickpt.dcp.saving import TIMEOUT_S, tensor_metadata
+from torch_unickpt.dcp.errors import DcpLoadError, by_rank
+from torch_unickpt.dcp.saving import TIMEOUT_S, metadata, tensor_metadata
 from torch_unickpt.dcp.tree import Tree
 from torch_unickpt.dcp.values import Bytes
 from unickpt.api.group import Group, exchange_of
@@ -133,7 +134,7 @@ class Contained:
                 is_tensor = isinstance(like, torch.Tensor)
                 found[key] = tensor_metadata(tuple(like.shape), like.dtype) if is_tensor else BytesStorageMetadata()
             paths[key] = self.stored.paths[key] if key in self.stored.paths else self.stored.tree.path_of_key(key)
-        return Metadata(found, planner_data=paths)
+        return metadata(found, paths)
 
     def requests(self, plan: LoadPlan, planner: LoadPlanner) -> tuple[list[tuple[Key, Value]], list[tuple[ReadItem, Any]]]:
         """Return the tensors to fill, and the tensors and values that ``give`` hands to the planner after that."""
@@ -161,7 +162,17 @@ class Contained:
                 assert info is not None
                 wanted.append((at, LocalShard(target, tuple(item.storage_offsets), info.shape)))
             later.append((item, target))
-        return wanted, later
+        return [*wanted, *self._empty({item.storage_index.fqn for item in plan.items})], later
+
+    def _empty(self, asked: Collection[str]) -> Iterator[tuple[Key, Value]]:
+        """Yield the tensors without elements, of which a planner asks for no part."""
+        for key, value in self._template.items():
+            if key in asked or not isinstance(value, torch.Tensor) or 0 not in value.size():
+                continue
+            at = self.tensor(key)
+            info = None if at is None else self.stored.checkpoint.serving(*at)
+            if at is not None and info is not None and 0 in info.shape:
+                yield at, LocalShard(torch.empty(info.shape, dtype=value.dtype), (0,) * len(info.shape), info.shape)
 
 
 def give(planner: LoadPlanner, later: Iterable[tuple[ReadItem, Any]]) -> None:
@@ -201,8 +212,8 @@ def load_into(
         allow_pickle: unpickle values that are stored as pickles.
 
     Raises:
-        MismatchError: the state dict has tensors that the checkpoint lacks, or of other shapes. Raised on every rank.
-        CorruptCheckpointError, FormatError: the checkpoint is damaged.
+        DcpLoadError: the state dict has tensors that the checkpoint lacks, or of other shapes, or the checkpoint is damaged.
+            Raised on every rank.
     """
     make_visible()
     own = planner or DefaultLoadPlanner()
@@ -226,7 +237,8 @@ def load_into(
     try:
         loaded = load(exchange, str(directory), find, ranks, HowToLoad(allow_pickle=allow_pickle))
     except AgreedFailureError as agreed:
-        raise agreed.error from agreed.error.__cause__
+        failures = by_rank(agreed.failures, str(directory), "could not load it")
+        raise DcpLoadError(str(agreed.error), failures) from agreed.error
     give(own, later)
     exchange.leave()
     if ranks.rank == 0:

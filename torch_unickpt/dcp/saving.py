@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from torch_unickpt import describe
 from torch_unickpt.dcp.contents import Contents
+from torch_unickpt.dcp.errors import DcpSaveError, by_rank
 from torch_unickpt.dcp.tree import Tree
 from torch_unickpt.dcp.values import Bytes, check
 from torch_unickpt.runtime import Runtime
@@ -29,7 +31,7 @@ from unickpt.api.dtensors import is_dtensor
 from unickpt.api.group import Group, exchange_of
 from unickpt.api.holders import Holders, agreed_holders, mesh_digests
 from unickpt.api.state import LocalShard, Value
-from unickpt.base.errors import ConfigError, SaveFailedError
+from unickpt.base.errors import ConfigError
 from unickpt.base.logs import make_visible
 from unickpt.checkpoint.checkpoint_folder import step_named
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
@@ -47,14 +49,6 @@ TORCHTITAN, _OF_TORCHTITAN = (
     "tok_embeddings.weight",
 )  # dialect, and a name that models of transformers do not have
 _TREE, _ROUNDS = "tree ", 4
-
-
-class DcpSaveError(SaveFailedError):
-    """A save of a state dict failed. ``framework_saves``: the save of torch itself may succeed."""
-
-    def __init__(self, text: str, *, framework_saves: bool = False) -> None:  # pickled by its text and its members
-        super().__init__(text)
-        self.framework_saves = framework_saves
 
 
 @dataclass
@@ -181,14 +175,14 @@ def save(
         dialect = TORCHTITAN if contents.has(_OF_TORCHTITAN) else HUGGINGFACE
         held = describe.description(contents.items, holders, ranks)
         first = ranks.rank == 0
-        own = [key for key in contents.values if holders.first(_value_key(key)) == ranks.rank]
+        own = [key for key in contents.kept if holders.first(_kept_key(key)) == ranks.rank]
         topology = {"world_size": len(ranks.ranks)}
         return Contribution(
             held.shards(), step, Writer("torch", torch.__version__, __version__, torch.__version__, dialect, topology),
             tensors=held.tensors, optimizer=contents.record if first else None,
             optimizer_part=None if first or holders.others is None else contents.record,
             objects=contents.objects(own) if first else {},
-            shared_objects={} if first else contents.shared_objects(own),
+            shared_objects={} if first else contents.shared_objects(ranks.rank, own),
         )  # fmt: skip
 
     save_dir, tag = split(absolute(directory))
@@ -204,8 +198,10 @@ def save(
 
 def failure_of(pending: PendingSave) -> DcpSaveError:
     """Return the error of a save that has ended without a checkpoint."""
-    saves = pending.result is not None and pending.result.framework_saves
-    return DcpSaveError(f"{pending.directory}: {pending.cause()}. Earlier checkpoints are intact.", framework_saves=saves)
+    found = pending.result
+    failures = by_rank(() if found is None else found.failures, pending.directory, "could not save it")
+    text = f"{pending.directory}: {pending.cause()}. Earlier checkpoints are intact."
+    return DcpSaveError(text, failures, framework_saves=found is not None and found.framework_saves)
 
 
 def _agreed(
@@ -226,7 +222,7 @@ def _agreed(
                 contents = Contents.of(parts.tensors, parts.others, parts.paths, tree)
                 if not call.allow_pickle:
                     check(contents.values, pickled=not call.stands_in)
-                keys = [*(item.text for item in contents.items if item.plain), *map(_value_key, contents.values)]
+                keys = [*(item.text for item in contents.items if item.plain), *map(_kept_key, contents.kept)]
                 keys.append(_TREE + json.dumps(contents.tree.as_json()))
                 meshes = mesh_digests((item.key, item.value) for item in contents.items if is_dtensor(item.value))
             except Exception as err:  # the other ranks learn it in the save
@@ -239,8 +235,8 @@ def _agreed(
     return contents, holders, ConfigError(f"the ranks do not agree on where the model lies in the state dict: {trees[:4]}")
 
 
-def _value_key(key: str) -> str:
-    return f"value {key}"
+def _kept_key(key: str) -> str:
+    return f"kept {key}"
 
 
 def _committed(directory: str) -> None:
@@ -254,7 +250,14 @@ def metadata_of(parts: Parts) -> Metadata:
     for key, value in parts.tensors:
         shape, dtype = (value.global_shape, value.data.dtype) if isinstance(value, LocalShard) else (value.shape, value.dtype)
         found[key] = tensor_metadata(tuple(shape), dtype)
-    return Metadata(found, planner_data=dict(parts.paths))
+    return metadata(found, dict(parts.paths))
+
+
+def metadata(found: dict[str, Any], paths: dict[str, Any]) -> Metadata:
+    """Return metadata of DCP. ``found``: metadata by key."""
+    made = Metadata(found, planner_data=paths)
+    made.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # older releases have none
+    return made
 
 
 def tensor_metadata(shape: tuple[int, ...], dtype: torch.dtype) -> TensorStorageMetadata:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_unickpt.dcp import saving
+from torch_unickpt.dcp.errors import DcpSaveError
 from torch_unickpt.dcp.reading import load_into, plans_alone
 from torch_unickpt.dcp.saving import Call, Parts
 from torch_unickpt.dcp.storage import UnickptReader, UnickptWriter
@@ -92,8 +93,8 @@ def _refuses(writer: Any, call: Call) -> bool:
 
 def _framework_saves(err: BaseException) -> bool:
     """Whether torch's own save may succeed after an error, which DCP's messages between ranks may carry."""
-    errors = [each[0] for each in err.failures.values()] if isinstance(err, CheckpointException) else [err]
-    return any(getattr(each, "framework_saves", False) for each in errors)
+    carried = [each[0] for each in err.failures.values()] if isinstance(err, CheckpointException) else []
+    return any(getattr(each, "framework_saves", False) for each in (err, *carried))
 
 
 def _direct(state_dict: Any, planner: Any, call: Call) -> tuple[Parts | None, Exception | None, bool]:
@@ -142,7 +143,7 @@ def async_save(wrapped: Callable[..., Any], given: Mapping[str, Any], *, explici
             def ended(pending: PendingSave) -> None:
                 done.set_result(metadata) if pending.committed else done.set_exception(saving.failure_of(pending))
 
-            with contextlib.suppress(saving.DcpSaveError):
+            with contextlib.suppress(DcpSaveError):
                 saving.save(RUNTIME, parts, call, failed=failed, on_end=ended)
                 return done
     return wrapped(**{**given, "state_dict": state_dict})  # ends in ``save``, which knows what to do
@@ -170,4 +171,12 @@ def metadata(wrapped: Callable[..., Any], reader: Any, args: Any, kwargs: Any) -
         return wrapped(*args, **kwargs)
     found = UnickptReader(reader.path).read_metadata()
     found.storage_meta = StorageMeta(reader.path, load_id=getattr(reader, "load_id", None))
+    found.storage_data = {}  # by which ``read_data`` knows that there are no files of torch
     return found
+
+
+def read_data(wrapped: Callable[..., Any], reader: Any, given: Mapping[str, Any]) -> Any:
+    """Read what torch's reader is asked for after ``metadata``."""
+    if not recognised(absolute(os.fspath(reader.path))):
+        return wrapped(**given)
+    return UnickptReader(reader.path).read_data(given["plan"], given["planner"])

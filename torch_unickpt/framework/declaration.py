@@ -19,6 +19,8 @@ FINGERPRINTS = {
     "verl.fsdp.save": frozenset({"b0a867d01519"}),
     "verl.fsdp.load": frozenset({"f4e358625b96"}),
     "torch.dcp.hf_metadata": frozenset({"690827a42058"}),
+    "torch.dcp.read_data": frozenset({"a62881ec0243"}),
+    "torch.dcp.hf_read_data": frozenset({"3fc697099b15"}),
 }
 
 

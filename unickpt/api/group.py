@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -23,6 +23,10 @@ class Group:
 
     rank: int = 0
     ranks: tuple[int, ...] = (0,)
+    _numbers: Mapping[int, int] = field(init=False, repr=False, compare=False)  # in the group, by global rank
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_numbers", {rank: at for at, rank in enumerate(self.ranks)})
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Group:
@@ -33,8 +37,7 @@ class Group:
 
     def among(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return the ranks of this group among global ranks, ascending, as numbers in the group."""
-        known = {rank: at for at, rank in enumerate(self.ranks)}
-        return tuple(sorted(known[rank] for rank in ranks if rank in known))
+        return tuple(sorted(self._numbers[rank] for rank in ranks if rank in self._numbers))
 
 
 def exchange_of(
