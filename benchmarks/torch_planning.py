@@ -33,9 +33,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.measure import machine
-from torch_unickpt import describe
 from torch_unickpt.dcp.contents import Contents
 from torch_unickpt.dcp.saving import parts_of
+from torch_unickpt.held_state import describe
 from unickpt.api.group import Group
 from unickpt.api.holders import Holders, mesh_digests
 from unickpt.checkpoint.format import index_codec

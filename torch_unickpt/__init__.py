@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_unickpt.dcp.storage import UnickptReader, UnickptWriter
-    from torch_unickpt.training import StartingPoint, load_training, resume_or_start, save_training
+    from torch_unickpt.loading.load_training import StartingPoint, load_training, resume_or_start
+    from torch_unickpt.saving.save_training import save_training
     from unickpt.base.options.job import MemoryOptions
 
 _MODULES = {
     "unickpt.base.options.job": ("MemoryOptions",),
     "torch_unickpt.dcp.storage": ("UnickptReader", "UnickptWriter"),
-    "torch_unickpt.training": ("StartingPoint", "load_training", "resume_or_start", "save_training"),
+    "torch_unickpt.loading.load_training": ("StartingPoint", "load_training", "resume_or_start"),
+    "torch_unickpt.saving.save_training": ("save_training",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

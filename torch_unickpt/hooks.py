@@ -103,13 +103,13 @@ def _timed(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) 
 def _save_of_verl(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
     if not switch().saves:
         return wrapped(*args, **kwargs)
-    from torch_unickpt import verl_manager
+    from torch_unickpt.libraries import verl_manager
 
     return verl_manager.save(wrapped, instance, _arguments(wrapped, args, kwargs))
 
 
 def _load_of_verl(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-    from torch_unickpt import verl_manager
+    from torch_unickpt.libraries import verl_manager
 
     return verl_manager.load(wrapped, instance, _arguments(wrapped, args, kwargs))
 

@@ -12,7 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch_unickpt.training import load_training, save_training
+    from torch_unickpt.loading.load_training import load_training
+    from torch_unickpt.saving.save_training import save_training
     from unickpt.api.conversion import Export, convert_checkpoint, export_checkpoint
     from unickpt.api.growth import GrownModel, grow_checkpoint, upcycle_checkpoint
     from unickpt.api.loading import Loaded
@@ -52,7 +53,8 @@ if TYPE_CHECKING:
     from unickpt.transform.quantise.inputs import InputStatistics
 
 _MODULES = {
-    "torch_unickpt.training": ("load_training", "save_training"),
+    "torch_unickpt.loading.load_training": ("load_training",),
+    "torch_unickpt.saving.save_training": ("save_training",),
     "unickpt.api.conversion": ("Export", "convert_checkpoint", "export_checkpoint"),
     "unickpt.api.growth": ("GrownModel", "grow_checkpoint", "upcycle_checkpoint"),
     "unickpt.api.planning": ("plan_bits",),

@@ -10,7 +10,7 @@ import torch
 
 from torch_unickpt.dcp.tree import Path, Tree
 from torch_unickpt.dcp.values import restored, stored
-from torch_unickpt.describe import Item
+from torch_unickpt.held_state.describe import Item
 from unickpt.api.dtensors import is_dtensor
 from unickpt.api.state import Value
 from unickpt.base.errors import UnsupportedLayoutError

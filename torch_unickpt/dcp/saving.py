@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
-from torch_unickpt import describe
 from torch_unickpt.dcp.contents import Contents
 from torch_unickpt.dcp.errors import DcpSaveError, by_rank
 from torch_unickpt.dcp.tree import Tree
 from torch_unickpt.dcp.values import Bytes, check
+from torch_unickpt.held_state import describe
 from torch_unickpt.runtime import Runtime
 from unickpt import __version__
 from unickpt.api.dtensors import is_dtensor

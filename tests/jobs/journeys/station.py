@@ -179,7 +179,8 @@ def torch_station(layout: str, family: str, precision: str, source: str, out: Pa
 def before_forks(arguments: list[str]) -> None:
     if arguments[0] == "torch":
         import transformers.models.auto.modeling_auto
-        import torch_unickpt.training  # noqa: F401
+        import torch_unickpt.loading.load_training
+        import torch_unickpt.saving.save_training  # noqa: F401
 
         return
     import_framework(arguments[0].replace("pipeline", "deepspeed"))

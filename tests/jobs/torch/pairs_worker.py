@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import torch_unickpt.training  # noqa: F401  # once, before the forks
+import torch_unickpt.loading.load_training
+import torch_unickpt.saving.save_training  # noqa: F401  # once, before the forks
 import unickpt
 from tests.jobs.pairs import Pairs
 from tests.jobs.torch.layouts import Layout

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import torch_unickpt.dcp.switched
-import torch_unickpt.training  # noqa: F401  # once, before the forks
+import torch_unickpt.loading.load_training
+import torch_unickpt.saving.save_training  # noqa: F401  # once, before the forks
 from tests.jobs.torch import scenarios_late_copies, scenarios_writers  # noqa: F401
 from tests.jobs.torch.scenarios import REGISTRY
 from tests.support.scenarios import arguments, run

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from torch_unickpt.names import names_of, plain
+from torch_unickpt.held_state.names import names_of, plain
 
 
 @pytest.mark.parametrize(

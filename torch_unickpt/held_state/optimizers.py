@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_unickpt.names import Names
+from torch_unickpt.held_state.names import Names
 from unickpt.api.dtensors import is_dtensor, placed_tensor
 from unickpt.api.group import Group
 from unickpt.api.state import Key, LocalShard, Value

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from unickpt.base.errors import UnsupportedLayoutError
+from unickpt.transform.dialects.model_facts import Model
 
 # torch.compile; torch.utils.checkpoint wrappers; FSDP1 (with ``fully_shard`` modules keep their names)
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -85,3 +87,10 @@ def names_of(module: torch.nn.Module) -> Names:
             first[id(buffer)] = name
             buffers[name] = buffer
     return Names(parameters, buffers, aliases, of)
+
+
+def facts_of(module: Any) -> Model:
+    """Return what is known of a model, such as its family, without wrappers."""
+    while isinstance(inner := getattr(module, "_orig_mod", getattr(module, "module", None)), torch.nn.Module):
+        module = inner
+    return Model.of_module(module)

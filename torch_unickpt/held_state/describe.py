@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_unickpt.names import Names
-from torch_unickpt.optimizers import Optimizers
+from torch_unickpt.held_state.names import Names
+from torch_unickpt.held_state.optimizers import Optimizers
 from unickpt.api.dtensors import is_dtensor
 from unickpt.api.group import Group
 from unickpt.api.holders import Holders

@@ -1,48 +1,39 @@
-"""``save_training``, ``load_training`` and ``resume_or_start`` for a training loop of one's own."""
+"""``load_training`` and ``resume_or_start`` for a training loop of one's own."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from torch_unickpt import describe
 from torch_unickpt.edge import RUNTIME
-from torch_unickpt.job_objects import JobObjects, RestoredObjects, schedulers_of
-from torch_unickpt.names import Names, names_of
-from torch_unickpt.optimizers import Optimizers, RestoredOptimizers, unwrapped
-from unickpt import __version__
-from unickpt.api.dtensors import is_dtensor
+from torch_unickpt.held_state.job_objects import JobObjects, RestoredObjects, schedulers_of
+from torch_unickpt.held_state.names import Names, facts_of, names_of
+from torch_unickpt.held_state.optimizers import Optimizers, RestoredOptimizers, unwrapped
 from unickpt.api.group import Group, exchange_of
-from unickpt.api.holders import Holders, agreed_holders, mesh_digests
 from unickpt.api.loading import Found, HowToLoad, load
 from unickpt.api.state import Key, Value
-from unickpt.base.errors import ConfigError, NotACheckpointError, SaveFailedError
+from unickpt.base.errors import ConfigError, NotACheckpointError
 from unickpt.base.launcher_watch import end_with_launcher
 from unickpt.base.listing import some
 from unickpt.base.logs import logger, make_visible
 from unickpt.base.options.job import MemoryOptions
-from unickpt.checkpoint.coordination.message_exchange import Message
 from unickpt.checkpoint.coordination.owners import Origin
-from unickpt.checkpoint.format.manifest import OptimizerRecord, Writer
 from unickpt.checkpoint.load.candidates import Candidates
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
 from unickpt.checkpoint.load.resume import Offer, Together, resume
 from unickpt.checkpoint.memory.offers import MemoryResume
 from unickpt.checkpoint.save import shutdown
-from unickpt.checkpoint.save.late_copy import silent_steps
-from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveRequest, SaveResult
-from unickpt.checkpoint.save.shards import Contribution
+from unickpt.checkpoint.save.requests import SaveOptions
 from unickpt.checkpoint.state.filling import state_for
-from unickpt.checkpoint.storage.base import absolute, split
+from unickpt.checkpoint.storage.base import absolute
 from unickpt.diagnosis import session
-from unickpt.transform.dialects.model_facts import Model
 from unickpt.transform.dialects.named_here import under_own_names
 from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE, TranslatedCheckpoint
 
@@ -69,169 +60,6 @@ class StartingPoint:
     def resumed(self) -> bool:
         """Whether a checkpoint was loaded."""
         return self.path is not None
-
-
-def save_training(
-    model: torch.nn.Module,
-    optimizer: Any,
-    directory: str | os.PathLike[str],
-    *,
-    step: int,
-    samples: int | None = None,
-    scheduler: Any = None,
-    loader: Any = None,
-    stateful: Mapping[str, Any] | None = None,
-    client_state: Mapping[str, Any] | None = None,
-    save_latest: bool = True,
-    options: SaveOptions | None = None,
-    memory: MemoryOptions | None = None,
-    group: dist.ProcessGroup | None = None,
-    timeout_s: float = 1800.0,
-) -> SaveResult | PendingSave:
-    """Save model, optimizer and everything else that a training needs to go on. Every rank calls it.
-
-    Nothing is gathered. Each rank writes what it holds, and of copies an equal part.
-
-    Example:
-        ```python
-        fully_shard(model)
-        optimizer = torch.optim.AdamW(model.parameters())
-        start = torch_unickpt.resume_or_start(model, optimizer, "out")
-        for step in range(start.step, steps):
-            ...
-            unickpt.save_training(model, optimizer, f"out/step{step + 1}", step=step + 1)
-        ```
-
-    Args:
-        model: any module: plain, ``fully_shard`` (FSDP2, HSDP), tensor parallel, ``DistributedDataParallel``, compiled.
-        optimizer: one of ``torch.optim`` or of its form, several of them, or None.
-        directory: checkpoint directory, ``<save_dir>/<tag>``. A path or a URL.
-        step: optimizer steps done. The same on all ranks.
-        samples: samples of these steps over all ranks, for a job with another batch size or in another framework.
-        scheduler: learning-rate scheduler, or several.
-        loader: data loader of this rank with ``state_dict``. See ``ReshardableLoader``.
-        stateful: further objects with ``state_dict`` and ``load_state_dict``, by name. Rank 0's states are stored.
-        client_state: further values ([types](../format.md#8-objects)). Rank 0's are stored.
-        save_latest: write the tag to ``<save_dir>/latest``.
-        options: retention, upload, ``asynchronous``.
-        memory: save [into the memory of the hosts](../../guides/memory.md), and each ``to_disk_every``-th time to disk. The
-            same at each save, and in ``resume_or_start``.
-        group: process group. None: the default group, or this process alone if ``torch.distributed`` is not initialised.
-        timeout_s: seconds to wait for the other ranks.
-
-    Returns:
-        Size and time; the checkpoint is durable. With ``asynchronous``, and of a save into memory, a handle, as soon as the
-        state is copied.
-
-    Raises:
-        SaveFailedError: no checkpoint was written. It is raised on every rank and names rank and cause. Earlier checkpoints
-            are intact.
-        CoordinationError: a rank did not make the call within ``timeout_s``.
-    """
-    make_visible()
-    options = options or SaveOptions()
-    exchange, ranks = exchange_of(group, timeout_s=timeout_s), Group.of(group)
-    objects = JobObjects(schedulers_of(scheduler), loader, stateful or {})
-    failed: BaseException | None = None
-    names, optimizers, items, keys, meshes = None, None, [], None, None
-    try:
-        names = names_of(model)
-        optimizers = Optimizers(unwrapped(optimizer), names)
-        items = describe.items_of(names, optimizers, ranks)
-        keys = [*(item.text for item in items if item.plain), *(_trained(each.name) for each in optimizers.parameters)]
-        meshes = mesh_digests((item.key, item.value) for item in items if is_dtensor(item.value))
-    except Exception as err:  # the other ranks learn it in the save
-        failed = err
-    holders = agreed_holders(exchange, keys, meshes)
-    owner = RUNTIME.owner(model)
-    assert RUNTIME.owners is not None
-    origin = asdict(RUNTIME.owners.origin(owner))
-
-    def contribute(_: Message) -> Contribution:
-        assert names is not None
-        assert optimizers is not None
-        silent = next(filter(None, map(silent_steps, optimizers.optimizers)), "")
-        unsteady = silent if optimizers.optimizers else "the save has no optimizer"
-        held = describe.description(items, holders, ranks, steady=not unsteady)
-        record = optimizers.record()
-        first = ranks.rank == 0
-        return Contribution(
-            held.shards(), step, _writer(model, names, len(ranks.ranks), origin), tensors=held.tensors,
-            optimizer=record if first else None, optimizer_part=None if first else _part(record, holders, ranks.rank),
-            aliases=names.aliases, objects=objects.captured(step, samples, client_state or {}) if first else {},
-            rank_objects=objects.of_rank(), unsteady=unsteady,
-        )  # fmt: skip
-
-    save_dir, tag = split(absolute(os.fspath(directory)))
-    request = SaveRequest(
-        contribute, save_dir, tag, save_latest=save_latest, one_writer=save_latest, must_match={"step": step},
-        framework_stands_in=False, failed=failed, claim=RUNTIME.owners.claim(owner), on_end=partial(_ended, save_dir),
-    )  # fmt: skip
-    tier = RUNTIME.memory(memory, options)
-    if tier is not None:
-        in_memory = tier.save(request, exchange)
-        if in_memory is not None and in_memory.agreed:
-            return in_memory
-    pending = RUNTIME.saver(options).save(request, exchange)
-    if options.asynchronous and pending.agreed:
-        return pending
-    if pending.result is None or not (pending.result.complete or pending.result.skipped):
-        raise SaveFailedError(f"{pending.directory}: {pending.cause()}. Earlier checkpoints are intact.")
-    return pending.result
-
-
-def _ended(save_dir: str, pending: PendingSave) -> None:
-    """Tell the log, the diagnosis and the memory tier of a save to disk. Runs in the thread that has ended it."""
-    result = pending.result
-    if result is None or not result.committed:
-        return
-    session.checkpoint_io(result.times)
-    RUNTIME.saved_to_disk(save_dir, result.seconds)
-    if pending.rank == 0 and result.shortfall:
-        logger.error("unickpt: %s", result.shortfall)
-    elif pending.rank == 0:
-        logger.info(
-            "unickpt: saved %s: %s bytes in %.2f s; training paused for %.2f s",
-            pending.directory, f"{result.size_bytes:,}", result.seconds, result.stall_s,
-        )  # fmt: skip
-
-
-def _trained(name: str) -> str:
-    return f"trained {name}"
-
-
-def _part(record: OptimizerRecord | None, holders: Holders, rank: int) -> OptimizerRecord | None:
-    """Return the settings of the parameters that this rank is the first one to train; None if there are none."""
-    if record is None or holders.others is None:
-        return None
-
-    def first_here(found: Any) -> Any:
-        own = ((each, tuple(n for n in each.parameters if holders.first(_trained(n)) == rank)) for each in found)
-        return tuple(replace(each, parameters=names) for each, names in own if names)
-
-    groups = first_here(record.groups)
-    return OptimizerRecord(record.name, groups, first_here(record.scalars), record.stepped) if groups else None
-
-
-def _writer(model: torch.nn.Module, names: Names, world: int, origin: dict[str, Any]) -> Writer:
-    facts = _facts(model)
-    mesh = next((each.device_mesh for each in map(_as_any, names.parameters.values()) if is_dtensor(each)), None)
-    topology: dict[str, Any] = {"world_size": world}
-    if mesh is not None:
-        dims = mesh.mesh_dim_names or tuple(f"dim{at}" for at in range(mesh.ndim))
-        topology["mesh"] = dict(zip(dims, mesh.shape, strict=True))
-    dialect = HUGGINGFACE if facts.family else "torch"
-    return Writer("torch", torch.__version__, __version__, torch.__version__, dialect, topology, facts.as_json(), origin)
-
-
-def _as_any(value: Any) -> Any:
-    return value
-
-
-def _facts(model: Any) -> Model:
-    while isinstance(inner := getattr(model, "_orig_mod", getattr(model, "module", None)), torch.nn.Module):
-        model = inner
-    return Model.of_module(model)
 
 
 def load_training(
@@ -377,7 +205,7 @@ def _resumed(
         def find(opened: Checkpoint) -> Found:
             names = names_of(job.model)
             optimizers = Optimizers(unwrapped(job.optimizer), names)
-            found = under_own_names(opened, _facts(job.model), names.shapes, job.dialect, option="dialect=")
+            found = under_own_names(opened, facts_of(job.model), names.shapes, job.dialect, option="dialect=")
             stored = _stored(found, names)
             foreign = isinstance(found, TranslatedCheckpoint) and opened.manifest.writer.dialect != HUGGINGFACE
             restored = RestoredOptimizers(optimizers, found, stored, report, fresh=how.fresh) if optimizers.optimizers else None

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torch_unickpt.training import load_training, save_training
+from torch_unickpt.loading.load_training import load_training
+from torch_unickpt.saving.save_training import save_training
 from unickpt.base.errors import SaveFailedError
 from unickpt.base.logs import logger
 from unickpt.checkpoint.load.validation import is_checkpoint

@@ -1,0 +1,1 @@
+"""Checkpoint managers of libraries that do not save through torch's DCP."""

@@ -1,0 +1,1 @@
+"""From a training to a checkpoint."""
