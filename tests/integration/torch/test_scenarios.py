@@ -1,4 +1,4 @@
-"""The scenarios of ``tests/jobs/torch/scenarios.py`` on real process groups. One job runs all of them."""
+"""The scenarios of ``tests/jobs/torch/scenarios_*.py`` on real process groups. One job runs all of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.torch import scenarios_writers  # noqa: F401
-from tests.jobs.torch.scenarios import REGISTRY
+from tests.jobs.torch import (  # noqa: F401
+    scenarios_dcp,
+    scenarios_late_copies,
+    scenarios_training,
+    scenarios_writers,
+)
+from tests.jobs.torch.registry import REGISTRY
 from tests.support import scenarios
 from tests.support.forked_jobs import fork_ranks
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 import unittest
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,18 +28,9 @@ from tests.jobs.megatron.scenarios_own_loops import (
     BUCKETS, GATHERED, Form, assert_equal, described, live, loaded, of_all, warned,
 )  # fmt: skip
 from tests.jobs.megatron.sharded_state import halves, made, strategy
+from tests.support.switch import switched
 from unickpt.base import hooks
 from unickpt.checkpoint.load.checkpoint import Checkpoint
-
-
-@contextmanager
-def _switched(value: str = "1") -> Iterator[None]:
-    before = os.environ.get("UNICKPT", "")
-    os.environ["UNICKPT"] = value
-    try:
-        yield
-    finally:
-        os.environ["UNICKPT"] = before
 
 
 def _megatrons_strategy() -> Any:
@@ -71,7 +59,7 @@ def with_the_switch_every_form_of_a_library_is_saved_by_unickpt(folder: Path) ->
     job = Job(Layout(tp=2))
     job.train(2)
     expected = consolidated(job, folder / "expected")
-    with _switched():
+    with switched():
         # before another job: up to 0.15 Megatron describes a model by the process groups of the last one
         saved = [
             _saved_by_library(job, folder / f"global_step_{at + 7}" / "actor", form)
@@ -83,7 +71,7 @@ def with_the_switch_every_form_of_a_library_is_saved_by_unickpt(folder: Path) ->
             assert (Path(where) / ".metadata").read_bytes().startswith(b"# A checkpoint of unickpt")
             for asked in (GATHERED, None):
                 again = loaded(Layout(pp=2), where, asked, is_loading=asked is not None)
-                with _switched("off"):
+                with switched("off"):
                     found = consolidated(again, folder / "found")
                 if expected is not None and found is not None:
                     assert not differences(expected, found), differences(expected, found)[:5]
@@ -100,10 +88,10 @@ def with_the_switch_a_librarys_own_checkpoint_loads_as_before(folder: Path) -> N
     expected = live(job)
     native = [_saved_by_library(job, folder / f"native {at}", form) for at, form in enumerate((BUCKETS, GATHERED))]
     assert not any(_is_ours(where) for where in native)
-    with _switched():
+    with switched():
         for where, form in zip(native, (BUCKETS, GATHERED), strict=True):
             assert_equal(expected, live(loaded(Layout(tp=2), where, form)))
-        with _switched("load"):
+        with switched("load"):
             assert not _is_ours(_saved_by_library(job, folder / "load", BUCKETS))
 
 
@@ -117,7 +105,7 @@ def with_the_switch_an_optimizer_is_described_after_megatrons_load_of_the_weight
     for name, part in described(job, BUCKETS).items():
         dist_checkpointing.save({name: part}, made(folder / name), _megatrons_strategy(), content_metadata=dict(BUCKETS))
     assert not _is_ours(str(folder / "optimizer"))
-    with _switched():
+    with switched():
         again = Job(Layout(tp=2), seed=7)
         weights = {"model": again.modules[0].sharded_state_dict(metadata=dict(BUCKETS))}
         again.modules[0].load_state_dict(dist_checkpointing.load(dict(weights), str(folder / "model"))["model"])
@@ -138,7 +126,7 @@ def without_the_switch_a_librarys_checkpoint_has_the_bytes_of_megatrons(folder: 
     job.train(1)
     torch.use_deterministic_algorithms(True)  # fills memory that Megatron stores and never sets: the padding of buckets
     for form in (BUCKETS, GATHERED):
-        with _switched("off"):
+        with switched("off"):
             hooked = _bytes_of(_saved_by_library(job, folder / "ck", form))
         hooks.uninstall(megatron_hooks.DECLARED)
         try:
@@ -180,7 +168,7 @@ def with_the_switch_a_state_that_cannot_be_described_is_saved_by_megatron(folder
     job.train(2)
     expected = live(job)
     quantised = halves("quantised", torch.zeros(4).to(torch.float8_e8m0fnu))  # a dtype that the format lacks
-    with _switched(), warned() as told:
+    with switched(), warned() as told:
         where = _saved_by_library(job, folder / "ck", BUCKETS, quantised=quantised)
         assert not _is_ours(where)
         if dist.get_rank() == 0:
@@ -225,7 +213,7 @@ def with_the_switch_a_folder_of_its_own_for_each_rank_is_saved_by_megatron(folde
     expected = live(job)
     own = folder / f"of rank {rank}"
     own.mkdir()
-    with _switched(), warned() as told:
+    with switched(), warned() as told:
         dist_checkpointing.save(described(job, BUCKETS), str(own), _megatrons_strategy())
     assert list(own.glob(f"__{rank}_*.distcp"))
     assert not _is_ours(str(own))
@@ -242,7 +230,7 @@ def with_the_switch_a_folder_of_its_own_for_each_rank_is_saved_by_megatron(folde
 def with_the_switch_asynchronous_saves_that_nobody_polls_are_finalized_at_the_next_one(folder: Path) -> None:
     """As verl's, which writes its tracker file in a finalize function. A checkpoint is committed without any call."""
     queue, done = AsyncCallsQueue(), list[str]()
-    with _switched():
+    with switched():
         for step in ("1", "2", "3"):
             for part in ("model", "optimizer"):  # the second one does not wait for the first one
                 state = {part: halves(part, torch.ones(4, 2))}
@@ -258,7 +246,7 @@ def with_the_switch_asynchronous_saves_that_nobody_polls_are_finalized_at_the_ne
     assert "3/optimizer" not in done
     queue.maybe_finalize_async_calls(blocking=True)
     assert len(done) == 6
-    with _switched():  # somebody polls
+    with switched():  # somebody polls
         for _ in range(2):
             request = dist_checkpointing.save(state, made(folder / "4"), _megatrons_strategy(), async_sharded_save=True)
             queue.schedule_async_request(request)

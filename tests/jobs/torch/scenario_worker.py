@@ -14,8 +14,13 @@ import torch.distributed as dist
 import torch_unickpt.dcp.switched
 import torch_unickpt.loading.load_training
 import torch_unickpt.saving.save_training  # noqa: F401  # once, before the forks
-from tests.jobs.torch import scenarios_late_copies, scenarios_writers  # noqa: F401
-from tests.jobs.torch.scenarios import REGISTRY
+from tests.jobs.torch import (  # noqa: F401
+    scenarios_dcp,
+    scenarios_late_copies,
+    scenarios_training,
+    scenarios_writers,
+)
+from tests.jobs.torch.registry import REGISTRY
 from tests.support.scenarios import arguments, run
 from tests.support.turns import in_turn
 from unickpt.testing.launch import leave

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import unickpt
 from tests.jobs.late_copies import held_copies
-from tests.jobs.torch.scenarios import _job, differences, scenario
+from tests.jobs.torch.pairs_worker import differences
+from tests.jobs.torch.registry import job_of, scenario
 
 
 @scenario(2)
 def a_step_waits_for_the_copies_of_a_save(folder: Path) -> None:
     options = unickpt.SaveOptions(asynchronous=True)
     for name in ("fsdp2", "ddp2"):
-        job = _job(name, 1)
+        job = job_of(name, 1)
         for step in (1, 2):  # the first save shows which weights are casts of their masters
             job.train(1)
             truth = job.truth()
@@ -25,6 +26,6 @@ def a_step_waits_for_the_copies_of_a_save(folder: Path) -> None:
                 job.train(1)
                 saved.wait()  # type: ignore[union-attr]
             assert saved.committed  # type: ignore[union-attr]
-        other = _job("fsdp2", 6)
+        other = job_of("fsdp2", 6)
         unickpt.load_training(other.model, other.optimizer, folder / name / "step2", scheduler=other.scheduler)
         assert differences(truth, other.truth()) == []

@@ -20,7 +20,8 @@ from torch.testing._internal.distributed.checkpoint_utils import Rot13Example
 
 import torch_unickpt
 import unickpt
-from tests.jobs.torch.scenarios import _logged, _switched, scenario
+from tests.jobs.torch.registry import logged, scenario
+from tests.support.switch import switched
 
 
 class Odd:
@@ -62,7 +63,7 @@ def sharded_tensors_are_saved_and_loaded_in_other_shards(folder: Path) -> None:
             shard.tensor.copy_((torch.arange(20.0).view(5, 4) + 1)[first : first + rows, left : left + columns])
         return found
 
-    with _switched():
+    with switched():
         dcp.save({"model": {"w": sharded(0)}}, checkpoint_id=folder / "step-1")
     assert _ours(folder / "step-1")
     expected, found = sharded(1).local_shards()[0].tensor, sharded(1)
@@ -76,7 +77,7 @@ def sharded_tensors_are_saved_and_loaded_in_other_shards(folder: Path) -> None:
 
 @scenario(2)
 def what_a_caller_asks_of_the_files_of_torch_is_done(folder: Path) -> None:
-    with _switched():
+    with switched():
         for write in (dcp.save, dcp.async_save):
             place = folder / f"extended-{write.__name__}"
             done = write(
@@ -106,9 +107,9 @@ def tensors_without_elements_are_loaded_without_a_warning(folder: Path) -> None:
     def made() -> dict[str, Any]:
         return {"w": torch.ones(2), "none": torch.empty(0, 3), "sharded": sharded_tensor.zeros(spec, 4, 0)}
 
-    with _switched():
+    with switched():
         dcp.save({"model": made()}, checkpoint_id=folder / "step-1")
-    with _logged() as lines:
+    with logged() as lines:
         dcp.load({"model": made()}, checkpoint_id=folder / "step-1")
     assert [line for line in lines if "no rank requested" in line] == []
 
@@ -130,7 +131,7 @@ class Derived(FileSystemReader):
 @scenario(2)
 def readers_of_their_own_class_that_use_those_of_torch_find_a_checkpoint(folder: Path) -> None:
     place = folder / "step-1"
-    with _switched():
+    with switched():
         dcp.save({"model": {"w": torch.arange(6.0)}, "epoch": 3}, checkpoint_id=place)
     readers = [handing(FileSystemReader(place)), handing(HuggingFaceStorageReader(str(place))), Derived(place)]
     for reader in readers:
@@ -146,7 +147,7 @@ def tensors_and_values_of_every_rank_keep_their_path(folder: Path) -> None:
     deep = [torch.full((2,), float(rank)), {"a.b": torch.ones(1), "n": rank}]
     own = {f"of {rank}": {"deep": deep}, "model": {"w": torch.ones(2)}}
     for value in ("1", "off"):
-        with _switched(value):
+        with switched(value):
             dcp.save(own, checkpoint_id=folder / value)
     dist.barrier()
     ours, stock = (_load_state_dict_from_keys(checkpoint_id=folder / value) for value in ("1", "off"))
@@ -158,17 +159,17 @@ def values_that_need_pickle_are_saved_by_torch(folder: Path) -> None:
     own = {f"dp_rank_{dist.get_rank()}": Odd(dist.get_rank()) if dist.get_rank() else 5}
     for at, planner in enumerate((None, Finishing())):
         place = folder / f"step-{at}"
-        with _switched(), _logged() as lines:
+        with switched(), logged() as lines:
             dcp.save({"a": torch.ones(3), **own}, checkpoint_id=place, planner=planner)
         assert not _ours(place)
         assert dist.get_rank() or any("dp_rank_1: " in line and "Odd" in line for line in lines)
         state: dict[str, Any] = {"a": torch.zeros(3), "dp_rank_1": None}
         dcp.load(state, checkpoint_id=place)
         assert (state["dp_rank_1"].number, state["a"].tolist()) == (1, [1, 1, 1])
-    with _switched():
+    with switched():
         dcp.save({"a": torch.ones(3), "epoch": 3}, checkpoint_id=folder / "pickled", planner=Pickling())
     assert not _ours(folder / "pickled"), "a load without a reader of its own would refuse it"
-    with _switched():
+    with switched():
         dcp.async_save({"a": torch.ones(3), **own}, checkpoint_id=folder / "later").result()
     assert not _ours(folder / "later")
 

@@ -1,0 +1,295 @@
+"""Scenarios of ``save_training``, ``load_training`` and ``resume_or_start``."""
+
+from __future__ import annotations
+
+import os
+import unittest
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import torch_unickpt
+import unickpt
+from tests.jobs.torch.layouts import Layout
+from tests.jobs.torch.model import Job
+from tests.jobs.torch.pairs_worker import differences
+from tests.jobs.torch.registry import ADAMW, apart, job_of, scenario, set_state_dict_of, state_dict_of
+from tests.support.switch import switched
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+
+
+@scenario(2)
+def a_state_dict_and_a_training_load_each_other(folder: Path) -> None:
+    job = job_of("fsdp2", 1)
+    job.train(2)
+    with switched():
+        dcp.save(state_dict_of(job), checkpoint_id=folder / "last")
+    unickpt.save_training(job.model, job.optimizer, folder / "step-2", step=2)
+    other = job_of("ddp2", 3)
+    unickpt.load_training(other.model, other.optimizer, folder / "last")
+    assert Checkpoint.open(folder / "last").manifest.step == 2, "as the optimizer counts"
+    assert apart(job.truth(), other.truth()) == []
+    other = job_of("fsdp2", 3)
+    state = state_dict_of(other) | {"step": 0}
+    del state["extra"], state["step"]
+    dcp.load(state, checkpoint_id=folder / "step-2")
+    set_state_dict_of(other, {**state, "step": 2})
+    assert apart(job.truth(), other.truth()) == []
+
+
+@scenario(2)
+def a_job_starts_and_resumes_and_falls_back_from_a_damaged_checkpoint(folder: Path) -> None:
+    job = job_of("fsdp2", 1)
+    start = torch_unickpt.resume_or_start(job.model, job.optimizer, folder / "out", scheduler=job.scheduler)
+    assert (start.resumed, start.step) == (False, 0)
+    truths = {}
+    for step in (1, 2):
+        job.train(1)
+        result = unickpt.save_training(
+            job.model, job.optimizer, folder / "out" / f"step{step}", step=step, samples=10 * step, scheduler=job.scheduler
+        )
+        assert isinstance(result, unickpt.SaveResult)
+        assert result.complete
+        truths[step] = job.truth()
+    other = job_of("ddp2", 8)
+    start = torch_unickpt.resume_or_start(other.model, other.optimizer, folder / "out", scheduler=other.scheduler)
+    assert (start.step, start.samples) == (2, 20)
+    assert differences(truths[2], other.truth()) == []
+    dist.barrier()
+    if dist.get_rank() == 0:
+        damaged = next((folder / "out" / "step2" / "data").iterdir())
+        data = bytearray(damaged.read_bytes())
+        data[-100] ^= 1
+        damaged.write_bytes(data)
+    dist.barrier()
+    start = torch_unickpt.resume_or_start(other.model, other.optimizer, folder / "out", scheduler=other.scheduler)
+    assert start.step == 1
+    assert differences(truths[1], other.truth()) == []
+
+
+@scenario(2)
+def an_asynchronous_save_has_the_state_of_its_call(folder: Path) -> None:
+    job = job_of("fsdp2", 1)
+    job.train(1)
+    truth = job.truth()
+    saved = unickpt.save_training(
+        job.model, job.optimizer, folder / "step1", step=1, scheduler=job.scheduler,
+        options=unickpt.SaveOptions(asynchronous=True),
+    )  # fmt: skip
+    job.train(2)
+    assert not isinstance(saved, unickpt.SaveResult)
+    saved.wait()
+    assert saved.result is not None
+    assert saved.result.complete
+    other = job_of("fsdp2", 6)
+    unickpt.load_training(other.model, other.optimizer, folder / "step1", scheduler=other.scheduler)
+    assert differences(truth, other.truth()) == []
+
+
+@scenario(2)
+def urls_of_an_object_store_are_folders(folder: Path) -> None:
+    url = os.environ.get("UNICKPT_TEST_URL")
+    if url is None:
+        raise unittest.SkipTest("tests/integration/storage runs it beside an S3 server")
+    job = job_of("fsdp2", 1)
+    job.train(1)
+    unickpt.save_training(job.model, job.optimizer, f"{url}/torch/step1", step=1, scheduler=job.scheduler)
+    writer = torch_unickpt.UnickptWriter(f"{url}/torch-dcp/step1")
+    dcp.save({"model": job.module.state_dict()}, storage_writer=writer)
+    other = job_of("ddp2", 2)
+    start = torch_unickpt.resume_or_start(other.model, other.optimizer, f"{url}/torch", scheduler=other.scheduler)
+    assert start.step == 1
+    assert differences(job.truth(), other.truth()) == []
+    other = job_of("fsdp2", 3)
+    dcp.load({"model": other.module}, storage_reader=torch_unickpt.UnickptReader(f"{url}/torch-dcp/step1"))
+    assert torch.equal(job.truth()["wide.weight"], other.truth()["wide.weight"])
+
+
+@scenario(2)
+def a_newer_checkpoint_in_memory_is_loaded_first(folder: Path) -> None:
+    memory, job, truths = torch_unickpt.MemoryOptions(to_disk_every=3), job_of("fsdp2", 1), {}
+    for step in (1, 2, 3, 4):  # 3 on disk, 4 in memory
+        job.train(1)
+        saved = unickpt.save_training(
+            job.model, job.optimizer, folder / f"step{step}", step=step, scheduler=job.scheduler, memory=memory
+        )
+        assert isinstance(saved, unickpt.SaveResult) == (step == 3)
+        if not isinstance(saved, unickpt.SaveResult):
+            saved.wait()
+        truths[step] = job.truth()
+    dist.barrier()
+    assert [each.name for each in folder.glob("step*") if (each / "manifest.json").exists()] == ["step3"]
+    for options, step in ((memory, 4), (None, 3)):
+        other = job_of("ddp2", 5)
+        start = torch_unickpt.resume_or_start(other.model, other.optimizer, folder, scheduler=other.scheduler, memory=options)
+        assert start.step == step
+        assert differences(truths[step], other.truth()) == []
+
+
+class _Loader:
+    """Holds samples between steps."""
+
+    def __init__(self, buffer: list[int]) -> None:
+        self.buffer = buffer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"buffer": self.buffer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.buffer = state["buffer"]
+
+    def reshard(self, states: Any, ranks: int) -> list[dict[str, Any]]:
+        return [{"buffer": each} for each in unickpt.deal_samples([state["buffer"] for state in states], ranks)]
+
+
+@scenario(2)
+def loaders_generators_and_stateful_objects_continue(folder: Path) -> None:
+    rank, job = dist.get_rank(), job_of("fsdp2", 1)
+    loader, meter = _Loader([rank, rank + 10]), torch.nn.BatchNorm1d(2)
+    meter(torch.randn(4, 2, generator=torch.Generator().manual_seed(rank)))
+    torch.manual_seed(100 + rank)
+    unickpt.save_training(
+        job.model, job.optimizer, folder / "step1", step=1, loader=loader, stateful={"meter": meter},
+        client_state={"epoch": 2},
+    )  # fmt: skip
+    expected, mean = torch.rand(3), meter.running_mean.clone()
+    dist.broadcast(mean, 0)
+    other, loader, meter = job_of("fsdp2", 9), _Loader([]), torch.nn.BatchNorm1d(2)
+    start = unickpt.load_training(other.model, other.optimizer, folder / "step1", loader=loader, stateful={"meter": meter})
+    assert torch.equal(torch.rand(3), expected)
+    assert loader.buffer == [rank, rank + 10]
+    assert start.client_state == {"epoch": 2}
+    assert torch.equal(meter.running_mean, mean)
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    single, loader = Job(Layout.parse(f"one-{ADAMW}"), 3), _Loader([])
+    unickpt.load_training(single.model, single.optimizer, folder / "step1", loader=loader, group=alone)
+    assert loader.buffer == [0, 1, 10, 11]
+
+
+@scenario(2)
+def a_parameter_that_was_frozen_needs_a_decision(folder: Path) -> None:
+    job = job_of("fsdp2", 1)
+    job.train(1)
+    frozen = [p for n, p in job.module.named_parameters() if "wide" in n]
+    for group in job.optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if all(p is not each for each in frozen)]
+    for each in frozen:
+        job.optimizer.state.pop(each)
+    unickpt.save_training(job.model, job.optimizer, folder / "step1", step=1)
+    other = job_of("fsdp2", 2)
+    before = other.truth()
+    with pytest.raises(unickpt.MismatchError, match=r"exp_avg.*wide|wide"):
+        unickpt.load_training(other.model, other.optimizer, folder / "step1")
+    assert differences(before, other.truth()) == []
+    start = unickpt.load_training(other.model, other.optimizer, folder / "step1", missing_state="fresh")
+    fresh = {each.name for each in start.report.entries if each.outcome == "re-seeded" and each.state != "object"}
+    assert fresh == {"wide.weight", "wide.bias"}
+    other.train(1)
+
+
+@scenario(2)
+def optimizers_of_every_kind_continue(folder: Path) -> None:
+    """Also those whose constructor makes the states, with states of other shapes, and with frozen parameters."""
+    makers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "adagrad": torch.optim.Adagrad, "adafactor": torch.optim.Adafactor, "nadam": torch.optim.NAdam,
+        "radam": torch.optim.RAdam, "adamax": torch.optim.Adamax, "rmsprop": torch.optim.RMSprop, "asgd": torch.optim.ASGD,
+        "rprop": torch.optim.Rprop, "adadelta": torch.optim.Adadelta,
+        "amsgrad": lambda parameters: torch.optim.AdamW(parameters, amsgrad=True),
+        "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    }  # fmt: skip
+    for name, make in makers.items():
+        jobs = []
+        for seed, shape in ((1, "ddp2" if name in ("adafactor", "rprop") else "fsdp2"), (2, "ddp2")):
+            job = job_of(shape, seed)
+            job.optimizer = make([p for p in job.module.parameters() if p.requires_grad or name == "nadam"])
+            job.scheduler = torch.optim.lr_scheduler.LambdaLR(job.optimizer, lambda _: 1.0)
+            jobs.append(job)
+        one, two = jobs
+        one.train(2)
+        unickpt.save_training(one.model, one.optimizer, folder / name, step=2, scheduler=one.scheduler)
+        unickpt.load_training(two.model, two.optimizer, folder / name, scheduler=two.scheduler)
+        problems = differences(one.truth(), two.truth())
+        assert problems == [], (name, problems)
+        two.step = 2
+        apart = [abs(a - b) for a, b in zip(one.train(2), two.train(2), strict=True)]
+        assert max(apart) < 1e-3, (name, apart)
+
+
+@scenario(2)
+def wrappers_leave_no_trace_in_the_names(folder: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    torch.manual_seed(0)
+    inner = torch.nn.Sequential(torch.nn.Linear(4, 4), checkpoint_wrapper(torch.nn.Linear(4, 4)))
+    model: Any = torch.compile(inner, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    unickpt.save_training(model, optimizer, folder / "step1", step=1)
+    names = {info.name for info in Checkpoint.open(folder / "step1").index.tensors if info.kind == "parameter"}
+    assert names == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+@scenario(2)
+def stages_with_other_names_save_one_checkpoint(folder: Path) -> None:
+    """As pipeline stages do: no rank has all names. Each stage's mesh has one rank here."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = torch.nn.ModuleDict({f"stage{rank}": torch.nn.Linear(3, 3), "norm": torch.nn.LayerNorm(3)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    sum(p.sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    unickpt.save_training(model, optimizer, folder / "step1", step=1)
+    found = Checkpoint.open(folder / "step1")
+    record = found.manifest.optimizer
+    assert record is not None
+    assert {name for group in record.groups for name in group.parameters} == {
+        f"{module}.{kind}" for module in ("stage0", "stage1", "norm") for kind in ("weight", "bias")
+    }
+    assert torch.equal(found.read_tensor(f"stage{rank}.weight", "weight"), model[f"stage{rank}"].weight)
+    again = torch.nn.ModuleDict({f"stage{rank}": torch.nn.Linear(3, 3), "norm": torch.nn.LayerNorm(3)})
+    unickpt.load_training(again, torch.optim.AdamW(again.parameters()), folder / "step1")
+    assert torch.equal(again[f"stage{rank}"].weight, model[f"stage{rank}"].weight)
+
+
+@scenario(2)
+def buffers_that_differ_between_ranks_are_those_of_the_first(folder: Path) -> None:
+    model = torch.nn.BatchNorm1d(3)
+    model.running_mean.fill_(dist.get_rank() + 1)
+    unickpt.save_training(model, None, folder / "step1", step=1)
+    again = torch.nn.BatchNorm1d(3)
+    unickpt.load_training(again, None, folder / "step1")
+    assert again.running_mean.tolist() == [1, 1, 1]
+
+
+@scenario(2)
+def what_cannot_be_described_is_refused_by_name_on_every_rank(folder: Path) -> None:
+    job = job_of("fsdp2", 1)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2, 3))], lr=0.1) if dist.get_rank() else job.optimizer
+    with pytest.raises(unickpt.SaveFailedError, match=r"rank 1: .*shape \(2, 3\)"):
+        unickpt.save_training(job.model, other, folder / "step1", step=1)
+    with torch.device("meta"):
+        empty = torch.nn.Linear(3, 3)
+    unickpt.save_training(torch.nn.Linear(3, 3), None, folder / "step2", step=1)
+    with pytest.raises(unickpt.ConfigError, match="to_empty"):
+        unickpt.load_training(empty, None, folder / "step2")
+
+
+@scenario(2)
+def a_model_on_the_meta_device_and_offloaded_to_the_cpu_is_filled(folder: Path) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    unickpt.save_training(model, None, folder / "step1", step=1)
+    with torch.device("meta"):
+        empty = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    fully_shard(empty, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    empty.to_empty(device="cpu")
+    unickpt.load_training(empty, torch.optim.AdamW(empty.parameters()), folder / "step1", missing_state="fresh")
+    first = model[0].weight.detach().clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(empty[0].weight.full_tensor(), first)
