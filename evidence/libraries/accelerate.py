@@ -20,8 +20,9 @@ LAYER = "LlamaDecoderLayer"
 TEXT = f"""With `{STATES}`. `save_state` writes model and optimizer in a folder each, and scheduler and generators in
 files of its own. {TRAINER} adds its files and resumes by `resume_from_checkpoint`.
 
-Accelerate leaves FSDP out where it finds no accelerator. `PartialState` was told that gloo on CPUs is a backend of several
-GPUs. Each job asserts that its parameters are DTensors. Not tested: `FULL_STATE_DICT` and `use_dcp=False`, which are files of
+On a CPU, Accelerate trains without FSDP and does not say so. The jobs therefore replace two methods of its `PartialState`:
+one answers that there are several GPUs, with gloo between them, and one that the device is the CPU. Each job asserts that its
+parameters are DTensors. Not tested: `FULL_STATE_DICT` and `use_dcp=False`, which are files of
 `torch.save`, FSDP 1, tensor parallelism, offload."""
 
 

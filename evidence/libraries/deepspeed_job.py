@@ -5,8 +5,6 @@ With ``UNICKPT_AUTOLOAD=0`` no hook of unickpt is installed, as if it were not t
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evidence.libraries.trials import Result, Task
+from evidence.libraries.trials import Result, Task, noted
 from tests.jobs.deepspeed.truth import Truth, consolidated, differences
 from unickpt.testing.launch import leave
 
@@ -49,17 +47,12 @@ def run(task: Task, make: Callable[[Task, int], Models], save: Call, load: Call)
         save: saves the models in ``task.folder`` by the library. What it returns is noted in the result.
         load: the same for a load.
     """
-    rank = int(os.environ["RANK"])
-    try:
+
+    def work() -> Result:
         models = make(task, 7 if task.loads else 1)
-        result = (_loaded if task.loads else _saved)(models, task, load if task.loads else save)
-    except BaseException as err:
-        traceback.print_exc()
-        if rank == 0:
-            Result(error=f"{type(err).__name__}: {err}".partition("\n")[0]).write(task)
-        os._exit(1)  # ranks that wait for this one end with it
-    if rank == 0:
-        result.write(task)
+        return (_loaded if task.loads else _saved)(models, task, load if task.loads else save)
+
+    noted(task, work)
     dist.barrier()
     leave()
 

@@ -5,17 +5,13 @@ python -m evidence.libraries.deepspeed_to_fsdp2 [--page docs/evidence/libraries.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evidence.document import put
 from evidence.libraries import trials
 from evidence.libraries.environments import python_of
-from evidence.libraries.trials import PAGE, Trial, Trials
-from tests.support.repository import REPO
+from evidence.libraries.trials import Trial, Trials
 
 if TYPE_CHECKING:
     from evidence.libraries.torch_job import Trained
@@ -114,18 +110,7 @@ def _row(trial: Trial, folder: Path, environments: Path) -> tuple[dict[str, str]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m evidence.libraries.deepspeed_to_fsdp2")
-    parser.add_argument("--environments", type=Path, default=REPO / ".venv-libraries", help="folder of the environments")
-    parser.add_argument("--folder", type=Path, help="where the jobs work (default: a temporary folder)")
-    parser.add_argument("--page", type=Path, help=f"the page whose section is replaced, {PAGE.relative_to(REPO)}")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="unickpt-libraries-") as temporary:
-        rows = [_row(row, (args.folder or Path(temporary)).resolve(), args.environments.resolve()) for row in ROWS]
-    table = trials.table(row for row, _ in rows)
-    print(table)
-    if args.page:
-        put(args.page, TITLE, trials.section("deepspeed_to_fsdp2", TITLE, f"{table}\n\n{TEXT}"), trials.HEAD)
-    return int(not all(passed for _, passed in rows))
+    return trials.main_of_rows("deepspeed_to_fsdp2", TITLE, TEXT, ROWS, _row)
 
 
 if __name__ == "__main__":

@@ -7,21 +7,17 @@ python -m evidence.libraries.exported [--page docs/evidence/libraries.md]
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import shutil
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evidence.document import put
 from evidence.libraries import trials
 from evidence.libraries.environments import python_of
-from evidence.libraries.trials import PAGE, Task, Trial, Trials
-from tests.support.repository import REPO
+from evidence.libraries.trials import Task, Trial, Trials
 from unickpt.cli.main import main as export
 
 if TYPE_CHECKING:
@@ -135,18 +131,7 @@ def _compared(row: Row, place: Path) -> tuple[str, bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m evidence.libraries.exported")
-    parser.add_argument("--environments", type=Path, default=REPO / ".venv-libraries", help="folder of the environments")
-    parser.add_argument("--folder", type=Path, help="where the jobs work (default: a temporary folder)")
-    parser.add_argument("--page", type=Path, help=f"the page whose section is replaced, {PAGE.relative_to(REPO)}")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="unickpt-libraries-") as temporary:
-        rows = [_export(row, (args.folder or Path(temporary)).resolve(), args.environments.resolve()) for row in ROWS]
-    table = trials.table(row for row, _ in rows)
-    print(table)
-    if args.page:
-        put(args.page, TITLE, trials.section("exported", TITLE, f"{table}\n\n{TEXT}"), trials.HEAD)
-    return int(not all(passed for _, passed in rows))
+    return trials.main_of_rows("exported", TITLE, TEXT, ROWS, _export)
 
 
 if __name__ == "__main__":

@@ -65,18 +65,12 @@ def _state(job: Job, task: Task) -> Any:
     return state
 
 
-def _scheduler(job: Job) -> Any:
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    for group in job.optimizer.param_groups:
-        group["min_lr"] = 0.0
-    return OptimizerParamScheduler(job.optimizer, 0.0, 1e-2, 0.0, 0, 400, "cosine", 0.1, 0.1, 400, "constant")
-
-
 def save(jobs: dict[str, Job], task: Task) -> None:
+    from evidence.libraries.megatron_job import scheduler_of
+
     os.chdir(Path(task.folder).parent)  # its files name the folder
     job = jobs["model"]
-    state, scheduler = _state(job, task), _scheduler(job)
+    state, scheduler = _state(job, task), scheduler_of(job)
     from megatron.bridge.training.checkpointing import maybe_finalize_async_save, save_checkpoint
 
     scheduler.step(increment=SAMPLES)
@@ -87,9 +81,11 @@ def save(jobs: dict[str, Job], task: Task) -> None:
 
 
 def load(jobs: dict[str, Job], task: Task) -> None:
+    from evidence.libraries.megatron_job import scheduler_of
+
     os.chdir(Path(task.folder).parent)
     job = jobs["model"]
-    state, scheduler = _state(job, task), _scheduler(job)
+    state, scheduler = _state(job, task), scheduler_of(job)
     from megatron.bridge.training.checkpointing import load_checkpoint
     from megatron.bridge.training.state import TrainState
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from evidence.libraries.trials import Result, Task
+from evidence.libraries.trials import Result, Task, noted
 from megatron_unickpt.testing import truth
 from megatron_unickpt.testing.layouts import Layout
 from tests.jobs.megatron.compared import differences
@@ -52,19 +51,24 @@ def run_all(tasks: Sequence[Task], save: Call, load: Call, *, make: Make | None 
         seed = 7 if task.loads else 1
         random.seed(seed)
         numpy.random.seed(seed)
-        try:
+
+        def work(task: Task = task, seed: int = seed) -> Result:
             jobs = (make or _one)(Layout.parse(task.layout), seed)
-            result = (_loaded if task.loads else _saved)(jobs, task, load if task.loads else save)
-        except BaseException as err:
-            traceback.print_exc()
-            if dist.get_rank() == 0:
-                Result(error=f"{type(err).__name__}: {err}").write(task)
-            os._exit(1)  # ranks that wait for this one end with it
-        if dist.get_rank() == 0:
-            result.write(task)
+            return (_loaded if task.loads else _saved)(jobs, task, load if task.loads else save)
+
+        noted(task, work)
         dist.barrier()
     truth.close()
     leave()
+
+
+def scheduler_of(job: Job) -> Any:
+    """Return a schedule of Megatron for the optimizer of a job."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    for group in job.optimizer.param_groups:
+        group["min_lr"] = 0.0
+    return OptimizerParamScheduler(job.optimizer, 0.0, 1e-2, 0.0, 0, 400, "cosine", 0.1, 0.1, 400, "constant")
 
 
 def _one(layout: Layout, seed: int) -> dict[str, Job]:

@@ -63,17 +63,11 @@ def _arguments(job: Job, task: Task) -> Any:
     return args
 
 
-def _scheduler(job: Job) -> Any:
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    for group in job.optimizer.param_groups:
-        group["min_lr"] = 0.0
-    return OptimizerParamScheduler(job.optimizer, 0.0, 1e-2, 0.0, 0, 400, "cosine", 0.1, 0.1, 400, "constant")
-
-
 def save(jobs: dict[str, Job], task: Task) -> None:
+    from evidence.libraries.megatron_job import scheduler_of
+
     job = jobs["model"]
-    args, scheduler = _arguments(job, task), _scheduler(job)
+    args, scheduler = _arguments(job, task), scheduler_of(job)
     from megatron.training.async_utils import maybe_finalize_async_save
     from slime.backends.megatron_utils import model
 
@@ -84,10 +78,12 @@ def save(jobs: dict[str, Job], task: Task) -> None:
 
 
 def load(jobs: dict[str, Job], task: Task) -> None:
+    from evidence.libraries.megatron_job import scheduler_of
+
     import torch
 
     job = jobs["model"]
-    args, scheduler = _arguments(job, task), _scheduler(job)
+    args, scheduler = _arguments(job, task), scheduler_of(job)
     from slime.backends.megatron_utils import checkpoint, model
 
     iteration, _ = checkpoint.load_checkpoint(job.chunks, job.optimizer, scheduler, {}, False)

@@ -5,12 +5,11 @@ With ``UNICKPT_AUTOLOAD=0`` no hook of unickpt is installed, as if it were not t
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from evidence.libraries.trials import Result, Task
+from evidence.libraries.trials import Result, Task, noted
 from unickpt.testing.launch import leave
 
 STEPS = (3, 2)  # before the save, and after the save or the load
@@ -76,19 +75,10 @@ def seed_of(task: Task) -> int:
 
 def run_all(tasks: Sequence[Task], work: Callable[[Task], Result]) -> None:
     """Do tasks in this rank, up to one that fails, write their results, and end the process."""
-    rank = int(os.environ["RANK"])
     for task in tasks:
         random.seed(seed_of(task))
         numpy.random.seed(seed_of(task))
-        try:
-            result = work(task)
-        except BaseException as err:
-            traceback.print_exc()
-            if rank == 0:
-                Result(error=f"{type(err).__name__}: {err}".strip().partition("\n")[0]).write(task)
-            os._exit(1)  # ranks that wait for this one end with it
-        if rank == 0:
-            result.write(task)
+        noted(task, partial(work, task))
         dist.barrier()
     leave()
 

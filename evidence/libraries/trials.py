@@ -17,11 +17,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.measure import machine
 from evidence.document import put
@@ -29,6 +30,7 @@ from evidence.libraries.environments import python_of
 from tests.support.repository import REPO
 from unickpt.testing.launch import command, finish, started
 
+Row = TypeVar("Row")
 PAGE = REPO / "docs" / "evidence" / "libraries.md"
 HEAD = """# Libraries
 
@@ -122,6 +124,20 @@ class Result:
 
     def write(self, task: Task) -> None:
         Path(task.result).write_text(json.dumps(asdict(self)))
+
+
+def noted(task: Task, work: Callable[[], Result]) -> None:
+    """Do a task in this rank of a job, and write its result. An error is the result, and ends the process."""
+    rank = int(os.environ["RANK"])
+    try:
+        result = work()
+    except BaseException as err:
+        traceback.print_exc()
+        if rank == 0:
+            Result(error=f"{type(err).__name__}: {err}".strip().partition("\n")[0]).write(task)
+        os._exit(1)  # ranks that wait for this one end with it
+    if rank == 0:
+        result.write(task)
 
 
 class Trials:
@@ -366,6 +382,32 @@ def main(
         body = "\n\n".join(filter(None, (cells.strip(), said, text.strip())))
         put(args.page, title, section(library, title, body), HEAD)
     return int(not all(passed for _, passed in [*rows, *checked]))
+
+
+def main_of_rows(
+    program: str, title: str, text: str, rows: Iterable[Row], of: Callable[[Row, Path, Path], tuple[dict[str, str], bool]]
+) -> int:
+    """Do each row of a table, print it, and return 0 if all ended as expected, else 1.
+
+    Args:
+        program: name of the module.
+        title, text: of its section.
+        rows: of the table.
+        of: does a row, given its folder and that of the environments. Returns its cells, and whether it ended as expected.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m evidence.libraries.{program}")
+    parser.add_argument("--environments", type=Path, default=REPO / ".venv-libraries", help="folder of the environments")
+    parser.add_argument("--folder", type=Path, help="where the jobs work (default: a temporary folder)")
+    parser.add_argument("--page", type=Path, help=f"the page whose section is replaced, {PAGE.relative_to(REPO)}")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="unickpt-libraries-") as temporary:
+        folder = (args.folder or Path(temporary)).resolve()
+        done = [of(row, folder, args.environments.resolve()) for row in rows]
+    cells = table(row for row, _ in done)
+    print(cells)
+    if args.page:
+        put(args.page, title, section(program, title, f"{cells}\n\n{text}"), HEAD)
+    return int(not all(passed for _, passed in done))
 
 
 def section(library: str, title: str, body: str) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,11 +118,13 @@ def _run(task: Task) -> None:
     from transformers import TrainerCallback
 
     from evidence.libraries.deepspeed_job import gathered
-    from evidence.libraries.trials import Result
+    from evidence.libraries.trials import Result, noted
     from tests.jobs.deepspeed.truth import differences
     from unickpt.testing.launch import leave
 
     notes, problems, rank = Path(task.notes) / "state.pt", [], int(os.environ["RANK"])
+
+    trainer: Any = None
 
     class Noting(TrainerCallback):  # type: ignore[misc]
         def on_save(self, *_: Any, **__: Any) -> None:
@@ -135,17 +136,14 @@ def _run(task: Task) -> None:
             if task.loads:
                 problems.extend(differences(torch.load(notes, weights_only=False), gathered(trainer.model_wrapped)))
 
-    try:
+    def work() -> Result:
+        nonlocal trainer
         trainer = _trainer(task, Noting())
         trainer.train(resume_from_checkpoint=str(Path(task.folder) / f"checkpoint-{SAVED_AT}") if task.loads else None)
-    except BaseException as err:
-        traceback.print_exc()
-        if rank == 0:
-            Result(error=f"{type(err).__name__}: {err}".partition("\n")[0]).write(task)
-        os._exit(1)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][SAVED_AT:]
-    if rank == 0:
-        Result([0.0] if GRPO in task.options else losses, problems).write(task)
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][SAVED_AT:]
+        return Result([0.0] if GRPO in task.options else losses, problems)
+
+    noted(task, work)
     dist.barrier()
     leave()
 
