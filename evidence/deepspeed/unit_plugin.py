@@ -42,6 +42,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from evidence.unit_results import reason_of
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 
 KEY = {"unickpt": {"enabled": True}}
@@ -217,9 +218,7 @@ class Results:
 
 
 def _reason(report: Any) -> str:
-    crash = getattr(report.longrepr, "reprcrash", None)
-    text = str(crash.message if crash else report.longrepr[2] if report.skipped else report.longrepr)
-    return text.removeprefix("Failed: ")[:2000]
+    return reason_of(report).removeprefix("Failed: ")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -27,6 +27,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
+from evidence.unit_jobs import counts
 from tests.support.repository import REPO
 from unickpt.testing.launch import environment
 
@@ -160,11 +161,6 @@ def run(tree: Path, file: str, place: Path, limit: float, end: float, only: list
     with (place / "log").open("a") as log:
         subprocess.run(command, cwd=place, env=environment(**extra), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     shutil.rmtree(temporary, ignore_errors=True)
-
-
-def counts(found: dict[str, dict[str, Any]]) -> dict[str, int]:
-    named = [test["outcome"] for test in found.values()]
-    return {outcome: named.count(outcome) for outcome in dict.fromkeys(named)}
 
 
 def tally(found: dict[str, dict[str, Any]], skips: bool = True) -> list[int]:

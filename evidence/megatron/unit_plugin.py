@@ -28,6 +28,7 @@ from typing import Any
 from megatron_unickpt.testing import cpu
 
 import pytest
+from evidence.unit_results import keep_chosen, reason_of
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -125,9 +126,7 @@ class Results:
         return bool(self.store.add(f"{name}/failed", 0) > 0)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        if "UNICKPT_UNIT_ONLY" in os.environ:
-            chosen = set(os.environ["UNICKPT_UNIT_ONLY"].splitlines())
-            items[:] = [item for item in items if item.nodeid in chosen]
+        keep_chosen(items)
         self.write(event="collected", tests=[item.nodeid for item in items])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -140,9 +139,7 @@ class Results:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.passed or self.outcome == "failed":
             return
-        self.outcome = report.outcome
-        crash = getattr(report.longrepr, "reprcrash", None)
-        self.reason = str(crash.message if crash else report.longrepr[2] if report.skipped else report.longrepr)[:2000]
+        self.outcome, self.reason = report.outcome, reason_of(report)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self.write(test=nodeid, event="end", outcome=self.outcome, reason=self.reason, saves=saves)

@@ -15,19 +15,16 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 import tempfile
-import time
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-
+from evidence import unit_jobs
+from evidence.unit_jobs import counts, missing_module
 from tests.support.repository import REPO
-from unickpt.testing.launch import environment, free_port
+from unickpt.testing.launch import free_port
 
 FOLDER = "tests/unit_tests/dist_checkpointing"
 WORLD = 8  # what the tests are written for: most begin with TP2 PP4
@@ -84,12 +81,6 @@ def main() -> None:
             args.out.write_text(page(rows, args.limit, args.files))
 
 
-def missing_module(log: Path) -> str:
-    """Return the module that an import in a log did not find; '' if there is none."""
-    found = re.search(r"ModuleNotFoundError: No module named '([^']+)'", log.read_text(errors="replace"))
-    return found[1] if found else ""
-
-
 def examine(
     tree: Path, file: str, place: Path, limit: float, only: list[str] | None, *, unickpt: bool
 ) -> dict[str, dict[str, Any]]:
@@ -134,39 +125,10 @@ def run(tree: Path, file: str, place: Path, limit: float, world: int, only: list
         "-p", "no:cacheprovider",
         "-c", str(ours), "--rootdir", str(tree), "-q", "--tb=short", "-W", "ignore", str(tree / FOLDER / file),
     ]  # fmt: skip
-    extra = {"MEGATRON_LM": str(tree), "UNICKPT_UNIT_REPORT": str(place), "PYTEST_DEBUG_TEMPROOT": str(place)}
+    extra = {"MEGATRON_LM": str(tree)}
     extra |= {"UNICKPT_UNIT_REPLACES": "1"} if unickpt else {"UNICKPT_AUTOLOAD": "0"}  # without our hooks
-    if only is not None:
-        extra["UNICKPT_UNIT_ONLY"] = "\n".join(f"{FOLDER}/{name}" for name in only)
-    with (place / "log").open("w") as log:
-        job = subprocess.Popen(
-            command,
-            cwd=REPO,
-            env=environment(**extra),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            job.wait(limit)
-            return True
-        except subprocess.TimeoutExpired:
-            return False
-        finally:
-            end_all(place)
-            job.wait()
-
-
-def end_all(place: Path) -> None:
-    """Kill what is left of a job: its ranks have sessions of their own, and torch_dist's managers outlive them."""
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("UNICKPT_UNIT_REPORT") == str(place):
-                process.kill()
-        except psutil.Error:
-            continue
-    time.sleep(0.5)
+    chosen = None if only is None else [f"{FOLDER}/{name}" for name in only]
+    return unit_jobs.run(command, place, limit, extra, chosen)
 
 
 def merged(place: Path, world: int, ended: bool) -> dict[str, dict[str, Any]]:
@@ -197,11 +159,6 @@ def together(test: dict[str, Any], world: int, ended: bool) -> dict[str, Any]:
         odd = next((r for r in ranks if r["outcome"] != "passed"), ranks[0])
         outcome, reason = odd["outcome"], odd["reason"]
     return {"outcome": outcome, "reason": reason, "saves": max((r["saves"] for r in ranks), default=0)}
-
-
-def counts(found: dict[str, dict[str, Any]]) -> dict[str, int]:
-    outcomes = [test["outcome"] for test in found.values()]
-    return {outcome: outcomes.count(outcome) for outcome in dict.fromkeys(outcomes)}
 
 
 def page(rows: dict[str, Any], limit: float, files: list[str] | None) -> str:

@@ -34,6 +34,8 @@ from torch.testing._internal import common_device_type, common_distributed, comm
 from torch.testing._internal.distributed._shard import sharded_tensor as common_sharded
 from torch.testing._internal.distributed._tensor import common_dtensor
 
+from evidence.unit_results import keep_chosen, reason_of
+
 REPORT = Path(os.environ["UNICKPT_UNIT_REPORT"])
 _CPU, GPUS = torch.device("cpu"), 4  # as many as the tests ask for at most
 _FORKED = (common_distributed.MultiProcessTestCase, common_distributed.MultiProcContinuousTest)
@@ -153,9 +155,7 @@ class Results:
             results.write(json.dumps(line) + "\n")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        if "UNICKPT_UNIT_ONLY" in os.environ:
-            chosen = set(os.environ["UNICKPT_UNIT_ONLY"].splitlines())
-            items[:] = [item for item in items if item.nodeid in chosen]
+        keep_chosen(items)
         items.sort(key=lambda item: not issubclass(getattr(item, "cls", None) or object, _FORKED))
         self.write(event="collected", tests=[item.nodeid for item in items])
 
@@ -166,9 +166,7 @@ class Results:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.passed or self.outcome == "failed":
             return
-        self.outcome = report.outcome
-        crash = getattr(report.longrepr, "reprcrash", None)
-        self.reason = str(crash.message if crash else report.longrepr[2] if report.skipped else report.longrepr)[:20000]
+        self.outcome, self.reason = report.outcome, reason_of(report, 20000)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         saves = self._saves() - self.saves
