@@ -58,8 +58,8 @@ NOT_RUN = {
     ),
     "of modules that 2.13 lacks": "test_cooperative_planner test_metadata_warning test_restricted_metadata_unpickler",
     "that PyTorch no longer has, and that need names which 2.13 lacks": (
-        "test_pg_aware_planner test_2d_* test_fsdp_checkpoint test_debug_hsdp_load test_dtensor_size_debug test_list_state_dict "
-        "test_async_executor e2e/test_fsdp"
+        "test_pg_aware_planner test_2d_* test_fsdp_checkpoint test_debug_hsdp_load test_dtensor_size_debug "
+        "test_list_state_dict test_async_executor e2e/test_fsdp"
     ),
 }
 REVISIONS = (
