@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from unickpt.checkpoint.save.shards import Contribution, shards_of_flat_range
 ROWS = (
     "copy to host memory", "training stands still", "host blocked", "no allocation after the first save",
     "what is saved is what training had", "sources freed at once", "graph captured during a save", "load into device tensors",
-    "load with a cast, into other layouts", "memory that cannot be locked",
+    "load with a cast, into other layouts", "memory that cannot be locked", "a step waits for late copies",
+    "training time lost per save, late copies",
 )  # fmt: skip
 ROUNDS = 3
 WRITER = Writer("gpu_checks", "1", "0", torch.__version__, "none", {"world_size": 1})
@@ -51,9 +53,9 @@ class State:
     def tensors(self, value: float) -> list[torch.Tensor]:
         return [torch.full((self.elements,), value + at, device=self.place.device) for at in range(self.count)]
 
-    def save(self, saver: Saver, folder: str, tag: str, tensors: list[torch.Tensor]) -> PendingSave:
+    def save(self, saver: Saver, folder: str, tag: str, tensors: list[torch.Tensor], *, steady: bool = False) -> PendingSave:
         shards = [
-            shard
+            replace(shard, steady=steady)
             for info, tensor in zip(self.infos, tensors, strict=True)
             for shard in shards_of_flat_range(info, 0, info.numel, tensor)
         ]
@@ -104,6 +106,10 @@ def check(place: Place, path: Path) -> None:
             _cast(place, state, folder, row)
         with rows.row(ROWS[9], "a warning, no error in training; every bit") as row:
             _unlocked(place, row)
+        with rows.row(ROWS[10], "every bit") as row:
+            _stepped(state, folder, row)
+        with rows.row(ROWS[11], "" if place.dry else "at most 0.05 copies; host blocked below 1 ms for 1 GB") as row:
+            _lost(place, state, folder, copy_s, row)
 
 
 def _copy_seconds(place: Place, state: State, tensors: list[torch.Tensor]) -> float:
@@ -276,9 +282,71 @@ def _unlocked(place: Place, row: Row) -> None:
     copies = DeviceCopies(region)
     source = torch.arange(1 << 20, device=place.device, dtype=torch.uint8)
     torch.ones(8, device=place.device).mul_(2.0)  # would raise an error that was left
-    copies.copy([region], [source])()
+    copies.copy([region], [source])[0]()
     row.require(not copies.pinned, "it was locked")
     row.require(torch.equal(region, source.cpu()), "other values")
     del copies
     cuda.cudart().cudaHostUnregister(region.data_ptr())
     torch.ones(8, device=place.device).mul_(2.0)
+
+
+def _trained(state: State, value: float) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+    """Return parameters, and an optimizer whose step subtracts 1 from them."""
+    parameters = [torch.nn.Parameter(tensor) for tensor in state.tensors(value)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return parameters, torch.optim.SGD(parameters, lr=1.0)
+
+
+def _stepped(state: State, folder: str, row: Row) -> None:
+    """A step follows the call at once; another one, that fails, before it."""
+    parameters, optimizer = _trained(state, 5.0)
+    tensors = [parameter.detach() for parameter in parameters]
+    saver = Saver(SaveOptions(asynchronous=True))
+    state.save(saver, folder, "before", tensors, steady=True).wait()
+    for at in range(ROUNDS):
+        save = state.save(saver, folder, f"late{at}", tensors, steady=True)
+        optimizer.step()
+        optimizer.step()
+        save.wait()
+        row.require(save.committed, save.cause())
+        row.require(not (found := state.wrong(folder, f"late{at}", 5.0 - 2 * at)), f"other values in {found}")
+
+
+def _lost(place: Place, state: State, folder: str, copy_s: float, row: Row) -> None:
+    """Seconds of a save, work that takes three copies, and a step, minus those of the work and the step."""
+    parameters, optimizer = _trained(state, 3.0)
+    tensors = [parameter.detach() for parameter in parameters]
+    matrix = torch.rand(256 if place.dry else 4096, 256 if place.dry else 4096, device=place.device)
+    one = min(place.seconds(lambda: matrix @ matrix) for _ in range(ROUNDS + 2))
+    count = max(1, round(3 * copy_s / one))
+
+    def work() -> None:
+        for _ in range(count):
+            matrix @ matrix
+        optimizer.step()
+
+    alone = statistics.median(place.seconds(work) for _ in range(2 * ROUNDS))
+    for name, late in (("late", True), ("eager", False)):
+        saver = Saver(SaveOptions(asynchronous=True, copy_behind_training=late))
+        state.save(saver, folder, f"{name} first", tensors, steady=True).wait()
+        lost, blocked = [], []
+        for at in range(2 * ROUNDS):
+            saves: list[PendingSave] = []
+
+            def saved(saver: Saver = saver, tag: str = f"{name}{at}", saves: list[PendingSave] = saves) -> None:
+                begin = time.perf_counter()
+                saves.append(state.save(saver, folder, tag, tensors, steady=True))
+                blocked.append(time.perf_counter() - begin)  # noqa: B023
+                work()
+
+            lost.append(place.seconds(saved) - alone)
+            saves[0].wait()
+            row.require(saves[0].committed, saves[0].cause())
+        row.values |= {
+            f"{name}: copies lost": statistics.median(lost) / copy_s,
+            f"{name}: ms blocked": statistics.median(blocked) * 1e3,
+        }
+    row.values["ms of the work"] = alone * 1e3
+    row.require(place.dry or row.values["late: copies lost"] <= 0.05, "more than 0.05 copies")
+    row.require(place.dry or row.values["late: ms blocked"] <= max(1.0, state.size_bytes / 1e9), "the host was blocked longer")
