@@ -52,6 +52,13 @@ def test_a_round_grows_right_after_a_commit_when_the_framework_has_written_its_o
     assert missed.phase is JobPhase.RUNNING
 
 
+def test_a_round_that_commits_all_the_time_grows_although_every_commit_is_new() -> None:
+    state = committed(job(join_s=30.0), 0, 1.0)
+    for at in range(200):
+        state = committed(state, at + 1, 1.0 + 0.5 * at)
+    assert arrive(alive(state, 100.6), "h3", now_s=100.6).phase is JobPhase.GATHERING
+
+
 def test_a_round_without_checkpoints_waits_for_a_time_and_one_that_has_just_begun_does_not() -> None:
     limits = {"join_s": 30.0, "boundary_s": 100.0}
     state = committed(job(**limits), 0, 1.0)
