@@ -19,6 +19,7 @@ from unickpt.checkpoint.state.filling import shapes_of_all
 from unickpt.transform.convert.megatron.keys import DIALECT as OWN
 from unickpt.transform.dialects.hf_layouts import in_memory
 from unickpt.transform.dialects.model_facts import Model
+from unickpt.transform.dialects.named_here import through_transformers
 from unickpt.transform.dialects.registry import choose
 from unickpt.transform.dialects.translated_checkpoint import translated
 
@@ -52,10 +53,13 @@ def as_named_here(
         checkpoint.info(name, state) for name in wanted for state in (sharded_tensors.WEIGHT, sharded_tensors.MASTER)
     ):
         return checkpoint  # a model of unknown family with the same names
-    checkpoint = in_memory(checkpoint)
     where = str(checkpoint.storage)
     model = internals.model().with_more(Model.from_json(stored.model), where)
     chosen = chosen or internals.options().load_dialect
+    family = "" if chosen.endswith(".toml") else chosen
+    checkpoint = in_memory(through_transformers(checkpoint, OWN, model, family))
+    stored = checkpoint.manifest.writer
+    model = model.with_more(Model.from_json(stored.model), where)
     rules = choose(OWN, stored.dialect, chosen, model.family, where=where, option="--unickpt-load-dialect").of_model(
         model.facts
     )

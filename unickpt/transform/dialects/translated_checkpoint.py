@@ -52,8 +52,13 @@ class _Sum:
 
 @dataclass(frozen=True, slots=True)
 class _Planned(Planned):
-    """A plan with places that are zeroed before the reads, and sums that are computed after them."""
+    """A plan with places that are zeroed before the reads, and sums that are computed after them.
 
+    Attributes:
+        below: plan of the source, which may be translated itself.
+    """
+
+    below: Planned = field(kw_only=True)
     blank: Sequence[torch.Tensor] = ()
     sums: Sequence[_Sum] = ()
 
@@ -107,13 +112,14 @@ class TranslatedCheckpoint(Checkpoint):
                     else:
                         below.append(Request(position, read.source_box, _strided(place, request.box, read)))
         planned = self.source.plan(below)
-        return _Planned(planned.requests, planned.plan, planned.size_bytes, planned.cached, blank, sums)
+        return _Planned(planned.requests, planned.plan, planned.size_bytes, planned.cached, blank, sums, below=planned)
 
     def fill(self, planned: Planned, *, verify: str = "always", host_peers: HostPeers | None = None) -> ReadStats:
-        for place in planned.blank if isinstance(planned, _Planned) else ():
+        assert isinstance(planned, _Planned)
+        for place in planned.blank:
             place.detach().zero_()
-        stats = self.source.fill(planned, verify=verify, host_peers=host_peers)
-        for each in planned.sums if isinstance(planned, _Planned) else ():
+        stats = self.source.fill(planned.below, verify=verify, host_peers=host_peers)
+        for each in planned.sums:
             for target, data, weight in each.terms:
                 target.add_(data, alpha=weight)
             each.place.detach().copy_(each.total)

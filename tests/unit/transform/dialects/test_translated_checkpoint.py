@@ -15,9 +15,12 @@ from unickpt.base.errors import MismatchError
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.fragments import Request
+from unickpt.transform.dialects.model_facts import Model
+from unickpt.transform.dialects.named_here import through_transformers
+from unickpt.transform.dialects.registry import dialect
 from unickpt.transform.dialects.rules import Rule
 from unickpt.transform.dialects.translated_checkpoint import TranslatedCheckpoint, shapes_of, translated
-from unickpt.transform.dialects.translation import translate
+from unickpt.transform.dialects.translation import counterpart_shapes, translate
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,25 @@ def test_all_states_of_all_tensors(there: tuple[Checkpoint, Values]) -> None:
             assert tuple(read.shape) == shape
             assert np.array_equal(read.float().numpy(), want[name]), (name, state)
     assert (want["decoder.layers.self_attention.linear_qkv.weight"] == 99.0).sum() == 3
+
+
+def test_names_of_torchtitan_lead_to_megatron_through_those_of_transformers(
+    there: tuple[Checkpoint, Values], tmp_path: Path
+) -> None:
+    checkpoint, values = there
+    facts, titan = {**FACTS, "heads": 2, "groups": 1, "head_dim": 4}, dialect("torchtitan", "llama")
+    sizes, model = titan.sizes_of(facts), Model(facts=facts)  # Megatron does not know its family
+    theirs = translated(checkpoint, titan.rules, counterpart_shapes(titan.rules, shapes_of(checkpoint)[0], sizes), sizes)
+    made = {info.key: theirs.read_tensor(*info.key) for info in theirs.index.tensors}
+    query = values["model.layers.0.self_attn.q_proj.weight", "master"]
+    assert not torch.equal(made["layers.0.attention.qkv_linear.wq.weight", "master"], query), "rotary positions are apart"
+    through = through_transformers(saved(tmp_path / "step3", made, aliases={}, dialect="torchtitan"), "megatron-core", model)
+    assert (through.manifest.writer.dialect, through.manifest.writer.model["family"]) == ("huggingface", "llama")
+    found, direct = (translated(each, LLAMA.rules, MEGATRON, LLAMA.sizes_of(facts)) for each in (through, checkpoint))
+    assert found.index.tensors == direct.index.tensors
+    for info in direct.index.tensors:
+        assert torch.equal(found.read_tensor(*info.key), direct.read_tensor(*info.key)), info.key
+    assert through_transformers(checkpoint, "megatron-core", model) is checkpoint
 
 
 @pytest.mark.parametrize("seed", range(20))
