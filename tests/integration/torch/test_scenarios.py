@@ -10,6 +10,7 @@ import pytest
 from tests.jobs.torch import (  # noqa: F401
     scenarios_dcp,
     scenarios_late_copies,
+    scenarios_libraries,
     scenarios_training,
     scenarios_writers,
 )

@@ -17,6 +17,7 @@ import torch_unickpt.saving.save_training  # noqa: F401  # once, before the fork
 from tests.jobs.torch import (  # noqa: F401
     scenarios_dcp,
     scenarios_late_copies,
+    scenarios_libraries,
     scenarios_training,
     scenarios_writers,
 )
