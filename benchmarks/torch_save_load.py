@@ -7,8 +7,9 @@ fsync of as many bytes; DCP; DCP with ``UNICKPT=1``, which writes unickpt checkp
 Asynchronous saves of DCP run in a thread and in a process. A save includes the write and its fsync; an asynchronous one has
 two times: the
 duration of the call, and the time until it is durable. Loads are from the page cache, into the same layout and, for two ranks
-and four, into plain tensors of each rank (as under DDP). Times are seconds of the slowest rank: medians with their spread, and
-ratios within a round.
+and four, into plain tensors of each rank (as under DDP). ``weights save`` is of the weights alone, which DCP consolidates to
+Hugging Face files (``enable_consolidation``), without their fsync. Times are seconds of the slowest rank: medians with their
+spread, and ratios within a round.
 """
 
 from __future__ import annotations
@@ -99,6 +100,23 @@ def save_behind(job: Job, kind: str, where: Path, process: bool) -> Callable[[],
     return future.result  # type: ignore[no-any-return]
 
 
+def save_weights(job: Job, kind: str, where: Path) -> None:
+    """Save the weights alone: DCP as whole Hugging Face files, unickpt as a checkpoint, for ``unickpt export``."""
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+    import unickpt
+
+    if kind == "unickpt":
+        unickpt.save_training(job.model, None, where, step=1)
+        return
+    os.environ["UNICKPT"] = "off"
+    dcp_save(
+        job.model.state_dict(),
+        storage_writer=HuggingFaceStorageWriter(str(where), save_distributed=True, enable_consolidation=True),
+    )
+
+
 def load(job: Job, kind: str, where: Path) -> None:
     from torch.distributed.checkpoint.state_dict import set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -163,6 +181,8 @@ def worker(args: argparse.Namespace) -> None:
                 with Peak() as peak:
                     found[f"{how}, stall"], found[f"{how}, durable"] = behind(job, kind, process)
                 peaks[how] = most(peak.bytes)
+        for kind in ("DCP", "unickpt"):
+            found[f"{kind} weights save"] = slowest(partial(save_weights, job, kind, fresh(folder / "weights")))
         warm(raw.path)
         raw.read()
         found["raw read"] = slowest(raw.read)
@@ -197,7 +217,8 @@ def compared(seconds: dict[str, list[float]]) -> dict[str, list[str]]:
         kind = next((each for each in sorted(KINDS, key=len, reverse=True) if name.startswith(f"{each} ")), "")
         rest = name[len(kind) + 1 :] if kind else ""
         limit = "memory copy" if "stall" in rest else "raw read" if "load" in rest else "raw write"
-        found[name] = [f"DCP {rest.replace(', process', '')}", limit if "DDP" not in rest else ""] if kind else []
+        limit = "" if "DDP" in rest or "weights" in rest else limit
+        found[name] = [f"DCP {rest.replace(', process', '')}", limit] if kind else []
     return found
 
 
