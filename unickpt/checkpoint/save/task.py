@@ -16,6 +16,7 @@ from unickpt.base.errors import CoordinationError, UncertainCommitError, Unickpt
 from unickpt.base.io_times import IoPhase, IoTime
 from unickpt.base.logs import logger
 from unickpt.base.round_folder import note_commit
+from unickpt.base.thread_turns import short_turns
 from unickpt.checkpoint.coordination.failure import Failure
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.fence import guarded, writing_copy
@@ -90,6 +91,10 @@ class SaveTask:
         Raises:
             KeyboardInterrupt, SystemExit: this rank was interrupted; no files of the save remain.
         """
+        with short_turns() if self.save.background else contextlib.nullcontext():
+            self._run()
+
+    def _run(self) -> None:
         result, error = None, None
         try:
             self._copy()
