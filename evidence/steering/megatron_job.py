@@ -37,11 +37,12 @@ def main() -> None:
     args = parser.parse_args()
     job = Observed(args.folder, STARTED_S)
     warnings.filterwarnings("ignore")
+    from tests.jobs.megatron.pretrain import ARGUMENTS  # before the tree, which has a package of this name
+
     tree = os.environ["MEGATRON_LM"]
     sys.path.insert(1, tree)
 
     from megatron_unickpt.testing import cpu
-    from tests.jobs.megatron.pretrain import ARGUMENTS
 
     cpu.adapt_megatron()
     checkpoints = args.folder / "ck"
