@@ -47,8 +47,10 @@ TORCH_TIMING = {  # only if the environment asks for timing: ``import torch`` im
     "torch.nn.parallel.distributed": "torch_unickpt.hooks:install_ddp",
     "torch.distributed.fsdp._fully_shard._fully_shard": "torch_unickpt.hooks:install_fsdp",
 }
+TRANSFORMERS = {"transformers.trainer": "torch_unickpt.hooks:install_trainer"}
 _OFF = ("", "0", "false", "no", "off")
-_watched: dict[str, str] = {}
+_pending: list[tuple[str, str]] = []  # modules whose import had begun without the finder, and their functions
+_watched: dict[str, str] = {}  # the functions with spaces between them
 
 
 def arm() -> None:
@@ -59,6 +61,7 @@ def arm() -> None:
             watch(MEGATRON)
             watch(TORCH)
             watch(VERL)
+            watch(TRANSFORMERS)
             if os.environ.get("UNICKPT_TIMING"):
                 watch(TORCH_TIMING)
             _note_worker()
@@ -104,21 +107,40 @@ def unwatch(modules: dict[str, str]) -> None:
 
 
 def watch(modules: dict[str, str]) -> None:
-    """Call each function when its module is imported; at once, if it already is."""
+    """Call each function when its module is imported; at once, if it already is. A module may have several functions."""
     for module, function in modules.items():
-        if _watched.get(module) == function:
+        known = _watched.get(module, "")
+        if function in known.split():
             continue
-        _watched[module] = function
-        if module in sys.modules:
+        _watched[module] = f"{known} {function}".strip()
+        if _is_initializing(module):  # it has imported torch, which calls this
+            _pending.append((module, function))
+        elif module in sys.modules:
             _install(function)
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+
+
+def _is_initializing(module: str) -> bool:
+    return bool(getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False))
+
+
+def _install_pending() -> None:
+    """Call the functions of modules whose import has ended meanwhile."""
+    ready = [each for each in _pending if not _is_initializing(each[0])]
+    for each in ready:
+        _pending.remove(each)
+    for module, function in ready:
+        if module in sys.modules:
+            _install(function)
 
 
 class _Finder:
     """Finds nothing itself: lets the other finders find a watched module and wraps its loader."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if _pending:
+            _install_pending()
         adapter = _watched.get(fullname)
         if adapter is None:
             return None
@@ -150,7 +172,8 @@ class _Loader:
             module.__spec__.loader = self._loader  # leave no trace for tools that look at the loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        _install(self._adapter)
+        for function in self._adapter.split():
+            _install(function)
 
 
 def _install(function: str) -> None:

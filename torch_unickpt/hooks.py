@@ -11,10 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch_unickpt.framework.declaration import declared, declared_in_verl
+from torch_unickpt.framework.declaration import declared, declared_in_trainer, declared_in_verl
 from torch_unickpt.framework.versions import FRAMEWORK, version
 from unickpt.base import hooks
-from unickpt.base.switch import switch, times
+from unickpt.base.switch import Switch, switch, times
 
 STORAGE = "torch.distributed.checkpoint.filesystem"
 HF_STORAGE = "torch.distributed.checkpoint.hf_storage"
@@ -114,6 +114,18 @@ def _load_of_verl(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs:
     return verl_manager.load(wrapped, instance, _arguments(wrapped, args, kwargs))
 
 
+def _resume_of_trainer(wrapped: Callable[..., Any], trainer: Any, args: Any, kwargs: Any) -> Any:
+    folder = _arguments(wrapped, args, kwargs)["checkpoint"]
+    if folder is None or getattr(trainer, "is_deepspeed_enabled", False) or switch() is Switch.OFF:
+        return wrapped(*args, **kwargs)
+    from torch_unickpt.libraries import trainer as states
+
+    found = states.checkpoint_in(str(folder))
+    if not found:
+        return wrapped(*args, **kwargs)
+    return states.load(trainer, found)
+
+
 SAVE = declared(
     "torch.dcp.save", "torch.distributed.checkpoint.state_dict_saver", "_save_state_dict", _save,
     why="save chooses a storage writer by the path, from a closed list", parameters=("state_dict", "storage_writer", "no_dist"),
@@ -155,8 +167,15 @@ VERL = [
     declared_in_verl("verl.fsdp.save", "save_checkpoint", _save_of_verl, parameters=("local_path", "global_step")),
     declared_in_verl("verl.fsdp.load", "load_checkpoint", _load_of_verl, parameters=("local_path",)),
 ]
+TRAINER = declared_in_trainer("transformers.resume", "_load_optimizer_and_scheduler", _resume_of_trainer)
 NEEDED = [SAVE, LOAD, METADATA, HF_METADATA]
-BESIDE = [ASYNC_SAVE, READ_DATA, HF_READ_DATA, *VERL]  # each alone: without the first, torch copies, and all is written
+BESIDE = [
+    ASYNC_SAVE,
+    READ_DATA,
+    HF_READ_DATA,
+    *VERL,
+    TRAINER,
+]  # each alone: without the first, torch copies, and all is written
 OPTIONAL = [DDP, FSDP]  # installed only if the environment asks for timing
 DECLARED = [*NEEDED, *BESIDE, *OPTIONAL]
 
@@ -182,6 +201,14 @@ def install_verl() -> bool:
     from importlib.metadata import version as version_of
 
     return hooks.install(VERL, framework="verl", version=version_of("verl"), lost="no universal checkpoints of FSDP models")
+
+
+def install_trainer() -> bool:
+    """Install the hook on the resume of Trainer."""
+    from importlib.metadata import version as version_of
+
+    lost = "Trainer without DeepSpeed starts the optimizer anew on a checkpoint of unickpt"
+    return hooks.install([TRAINER], framework="transformers", version=version_of("transformers"), lost=lost)
 
 
 def _install_timing(hook: hooks.Hook) -> bool:

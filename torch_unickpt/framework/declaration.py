@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch_unickpt.framework.versions import VERL_VERSIONS, VERSIONS
+from torch_unickpt.framework.versions import TRANSFORMERS_VERSIONS, VERL_VERSIONS, VERSIONS
 from unickpt.base.hooks import Hook
 
 _SOURCE = "https://github.com/pytorch/pytorch/blob/main"
@@ -20,6 +20,7 @@ FINGERPRINTS = {
     "verl.fsdp.load": frozenset({"f4e358625b96"}),
     "torch.dcp.hf_metadata": frozenset({"690827a42058"}),
     "torch.dcp.read_data": frozenset({"a62881ec0243"}),
+    "transformers.resume": frozenset({"ea4e61dc1957"}),
     "torch.dcp.hf_read_data": frozenset({"3fc697099b15"}),
 }
 
@@ -43,4 +44,15 @@ def declared_in_verl(name: str, method: str, wrapper: Callable[..., Any], *, par
         why="each rank reads its own file again, whose name has the number of ranks",
         upstream="https://github.com/volcengine/verl/issues/2265", until="verl saves FSDP models through torch's DCP",
         parameters=parameters, strict=False,
+    )  # fmt: skip
+
+
+def declared_in_trainer(name: str, method: str, wrapper: Callable[..., Any]) -> Hook:
+    """Return a hook on Trainer of transformers. It is not strict, as ``declared``."""
+    return Hook(
+        name=name, module="transformers.trainer", attribute=f"Trainer.{method}", wrapper=wrapper,
+        versions=TRANSFORMERS_VERSIONS, fingerprints=FINGERPRINTS[name],
+        why="without a file of its own it starts optimizer and schedule anew, without a message",
+        upstream="https://github.com/huggingface/transformers/blob/main/src/transformers/trainer.py",
+        until="Trainer refuses a checkpoint whose optimizer states it does not find", parameters=("checkpoint",), strict=False,
     )  # fmt: skip

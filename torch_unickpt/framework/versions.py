@@ -6,6 +6,7 @@ from packaging.specifiers import SpecifierSet
 
 FRAMEWORK = "torch"
 VERSIONS = SpecifierSet(">=2.6,<2.16")
+TRANSFORMERS_VERSIONS = SpecifierSet(">=4.50,<6")
 VERL_VERSIONS = SpecifierSet(">=0.9,<0.10")
 
 

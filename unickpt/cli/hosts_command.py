@@ -14,7 +14,7 @@ from unickpt.base.logs import printable
 from unickpt.base.private_files import SHARED_MEMORY
 from unickpt.checkpoint.memory.contact import GenerationRow, MemoryJob, age_s, as_json, jobs, look
 from unickpt.checkpoint.memory.generations import folder_of
-from unickpt.cli.exit_codes import SOUND
+from unickpt.cli.exit_codes import SOUND, UNUSABLE
 from unickpt.cli.output import Output, human_bytes
 from unickpt.steering.state.hosts import host_rows, table
 from unickpt.steering.wire import asking
@@ -52,13 +52,16 @@ def run(args: argparse.Namespace, out: Output) -> int:
             if note:
                 out.line(note, style="yellow")
         return SOUND
-    memory = [(job, look(job)) for job in jobs(args.memory_folder)]
-    state, now_s = None, 0.0
+    named = bool(args.rdzv_endpoint or args.rdzv_id or args.secret_file)
+    memory = [(job, look(job)) for job in jobs(args.memory_folder)] if args.json or not named else []
+    state, now_s, unknown = None, 0.0, ""
     try:
         state, now_s = asking.hosts(contact(args))
-    except ConfigError:
-        if args.rdzv_endpoint or args.rdzv_id or args.secret_file or not memory:
+    except ConfigError as err:
+        if named or not memory:
             raise
+        unknown = str(err)
+    code = UNUSABLE if unknown and asking.published(SHARED_MEMORY) else SOUND
     rows = [] if state is None else host_rows(state, now_s)
     now_ns = time.time_ns()
     if args.json:
@@ -72,15 +75,19 @@ def run(args: argparse.Namespace, out: Output) -> int:
                 "hosts": [row.as_json() for row in rows],
                 "orders": [] if state is None else [order.text for order in state.orders],
                 "memory": [as_json(job, found, now_ns) for job, found in memory],
+                "unknown": unknown,
             }
         )
-        return SOUND
+        return code
     if state is not None:
         for line in table(rows).splitlines():
             out.line(line)
     for job, found in memory:
         _show_memory(out, job, found, now_ns)
-    return SOUND
+    if unknown:
+        out.line()
+        out.line(unknown, style="yellow")
+    return code
 
 
 def _show_memory(out: Output, job: MemoryJob, rows: Sequence[GenerationRow], now_ns: int) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.jobs.hf.jobs import (
+    ENVIRONMENT,
     GLOBAL_BATCH,
     ResumedRun,
     assert_log_continues,
@@ -26,6 +27,7 @@ from tests.jobs.hf.jobs import (
     run,
     shipped,
 )  # fmt: skip
+from tests.support.forked_jobs import fork_ranks
 from unickpt.cli.main import main
 
 pytestmark = [pytest.mark.hf, pytest.mark.timeout(600)]
@@ -119,6 +121,22 @@ def test_weights_and_moments_are_equal_bit_for_bit_after_a_resume(pair: ResumedR
     saved, _ = recorded(pair.uninterrupted, f"save-{SAVED}")
     found, _ = recorded(pair.resumed, "begin")
     assert_same_state(found, saved)
+
+
+def test_trainer_without_deepspeed_has_the_optimizer_of_a_checkpoint_from_deepspeed(
+    zero2_zero3: ResumedRun, tmp_path: Path
+) -> None:
+    """Trainer itself starts optimizer and schedule anew."""
+    saved, _ = recorded(zero2_zero3.uninterrupted, f"save-{SAVED}")
+    folder = str(zero2_zero3.uninterrupted / f"checkpoint-{SAVED}")
+    fork_ranks(2, "tests.jobs.hf.train_plain", str(tmp_path), folder, str(STEPS), timeout_s=240, env=ENVIRONMENT)
+    begin = torch.load(tmp_path / "begin.pt")
+    rate = 5e-3 * (STEPS - SAVED) / (STEPS - 2)  # of this job's schedule, which decays after two steps of warm-up
+    assert (begin["step"], begin["lr"]) == (SAVED, [pytest.approx(rate)] * 2)
+    for name, found in begin["state"].items():
+        key = name.replace("|weight", "|master") if name.replace("|weight", "|master") in saved else name
+        assert found is not None, name
+        assert torch.equal(found.flatten(), saved[key].flatten()), name
 
 
 def test_a_resume_continues_at_the_step_of_the_checkpoint(pair: ResumedRun) -> None:
