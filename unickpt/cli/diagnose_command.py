@@ -19,7 +19,7 @@ from unickpt.diagnosis.agent.server import fetch
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.host.process_exits import read_exits
-from unickpt.diagnosis.recording.ring_folder import has_living, own_jobs, read_folder
+from unickpt.diagnosis.recording.ring_folder import described, has_living, own_jobs, read_folder
 from unickpt.diagnosis.reports.host_folders import placed
 from unickpt.diagnosis.reports.verdict_line import clock_time
 from unickpt.diagnosis.reports.verdict_text import as_json, render_all, render_waits
@@ -61,13 +61,15 @@ def _own_folder() -> str:
     """
     found = own_jobs(SHARED_MEMORY)
     living = [folder for folder in found if has_living(folder)]
-    found = living if len(living) == 1 else found
+    found = living or found
     if len(found) == 1:
         return str(found[0])
     if not found:
         raise NotACheckpointError(f"{SHARED_MEMORY} has no ring folder of your jobs; pass the folder")
+    lines = [f"  unickpt diagnose {folder}  # {described(folder)}" for folder in found]
+    state = "running" if living else "ended"
     raise NotACheckpointError(
-        f"{SHARED_MEMORY} has ring folders of several of your jobs; pass one (newest last): " + ", ".join(map(str, found))
+        "\n".join((f"several of your jobs are timed here, all of them {state}; name one (newest last):", *lines))
     )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unickpt.base.errors import CoordinationError, FormatError, NotACheckpointError
+from unickpt.base.logs import printable
 from unickpt.base.private_files import TOKEN, file_name, make_folder, own_folders, read_text, replacing
 from unickpt.base.prometheus import NOT_ANSWERED, Scrape, scrape_from
 from unickpt.base.round_folder import ROUND
@@ -23,6 +24,7 @@ from unickpt.diagnosis.host.process_state import State, state_of
 from unickpt.diagnosis.recording.launched import AbsentRank, LaunchNote, absent_ranks, read_launches
 from unickpt.diagnosis.recording.ring import SUFFIX, Identity, RingContents, RingReader
 
+_LONGEST_COMMAND = 80  # characters
 _JOB_CHARACTERS = 64  # of a job's name, in the name of its folder
 NOTE, _NOTE_BYTES = "session", 65_536  # in the folder of a round: what its workers want of the agent
 
@@ -198,6 +200,24 @@ def has_living(folder: Path) -> bool:
             if _state(RingReader(path).identity) not in (State.DEAD, State.UNKNOWN):
                 return True
     return False
+
+
+def described(folder: Path) -> str:
+    """Return which job a folder is of, for a person: its lowest rank here, its command, and when it began; '' if unknown."""
+    found: list[Identity] = []
+    for path in folder.glob(f"*{SUFFIX}"):
+        with contextlib.suppress(OSError, FormatError):
+            found.append(RingReader(path).identity)
+    if not found:
+        return ""
+    who = min(found, key=lambda each: each.rank)
+    began = time.strftime("%H:%M:%S", time.localtime(who.wall_ns / 1e9))
+    command = "has ended"
+    if _state(who) not in (State.DEAD, State.UNKNOWN):
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{who.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            command = printable(" ".join(words[1:]).strip())[:_LONGEST_COMMAND] or "runs"
+    return f"{who.world} ranks, began {began}, rank {who.rank} is process {who.pid}: {command}"
 
 
 def _state(who: Identity) -> State:
