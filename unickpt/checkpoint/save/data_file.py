@@ -12,6 +12,7 @@ import torch
 
 from unickpt.base.errors import CoverageError
 from unickpt.checkpoint.format import rank_rows as rows_module
+from unickpt.checkpoint.format.casts import is_dense
 from unickpt.checkpoint.format.checksums import RunningChecksum, RunningDigest, digest
 from unickpt.checkpoint.format.dtypes import byte_view
 from unickpt.checkpoint.format.file_names import DATA_FORMAT
@@ -197,5 +198,9 @@ def write_rows(storage: Storage, rows_name: str, rows: list[FragmentRow], tensor
 
 def host_bytes(data: torch.Tensor) -> memoryview:
     """Return the bytes of the elements in row-major order. For a dense CPU tensor it is a view."""
+    if is_dense(data) and data.numel():  # without four calls of torch
+        memory = (ctypes.c_ubyte * data.nbytes).from_address(data.data_ptr())
+        memory._tensor = data  # type: ignore[attr-defined]  # keeps it alive
+        return memoryview(memory).cast("B")
     dense = data.detach().reshape(-1).to("cpu").resolve_conj().resolve_neg().contiguous()
     return memoryview(byte_view(dense).numpy().data) if dense.numel() else memoryview(b"")
