@@ -9,7 +9,8 @@ the step, minus the same without a save. So it has the call, and what training l
 locks and the collector. It is given as a ratio to a memory copy of the bytes of the rank. Rows with more ranks than cores
 measure the machine.
 
-Variants: ``late`` (unickpt), ``eager`` (unickpt with ``copy_behind_training`` off), ``dcp`` and ``dcp-process``
+Variants: ``late`` (unickpt), ``eager`` (unickpt with ``copy_behind_training`` off), ``memory`` (unickpt into the memory of the
+host; with ``--every 1`` a save at each step), ``dcp`` and ``dcp-process``
 (``async_save`` in a thread, and in a process), ``deepspeed`` (its own save).
 """
 
@@ -33,7 +34,7 @@ from benchmarks.measure import machine, publish, slowest
 from unickpt.testing.launch import command, environment
 
 REPO = Path(__file__).resolve().parent.parent
-VARIANTS = ("late", "eager", "dcp", "dcp-process", "deepspeed")
+VARIANTS = ("late", "eager", "memory", "dcp", "dcp-process", "deepspeed")
 
 
 def parse() -> argparse.Namespace:
@@ -45,6 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cycles", type=int, default=12, help="of each variant")
     parser.add_argument("--rows", type=int, default=48, help="samples of a step and rank")
     parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--folder", type=Path, help="for checkpoints; default: that of temporary files")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -86,12 +88,15 @@ def worker(args: argparse.Namespace) -> None:
     engines = {"late": job.engine(args.stage)}
     if "eager" in args.only:
         engines["eager"] = job.engine(args.stage, copy_behind_training=False)
+    if "memory" in args.only:
+        engines["memory"] = job.engine(args.stage, memory={"to_disk_every": 1 << 30, "on_busy": "skip"})
     engine = engines["late"]
     mine = job.share_bytes(engine)
     raw = Raw(folder / f"raw{job.rank}", mine)
     found: dict[str, list[list[float]]] = {}
     alone: dict[str, list[list[float]]] = {}
     copies = []
+    resident: dict[str, list[int]] = {}
     for name in args.only:
         own = engines.get(name, engine)
         cycles = Cycles(job, own, args.every, args.rows)
@@ -100,13 +105,14 @@ def worker(args: argparse.Namespace) -> None:
             with_save, without = cycles.run(save), cycles.run(None)
             finish()
             copies.append(slowest(raw.copy))
+            resident.setdefault(name, []).append(resident_bytes())
             if number > 1:  # the first ones touch memory and disk for the first time
                 found.setdefault(name, []).append(with_save)
                 alone.setdefault(name, []).append(without)
         if job.rank == 0:
             shutil.rmtree(folder / name, ignore_errors=True)
     if job.rank == 0:
-        result = {"copy": statistics.median(copies), "bytes": mine, "saves": found, "alone": alone}
+        result = {"copy": statistics.median(copies), "bytes": mine, "saves": found, "alone": alone, "resident": resident}
         (folder / "result.json").write_text(json.dumps(result))
 
 
@@ -122,6 +128,8 @@ def _saves(name: str, engine: Any, place: Path, job: EngineJob, mine: int) -> tu
         if job.rank == 0:
             shutil.rmtree(place / f"t{last}", ignore_errors=True)
 
+    if name == "memory":
+        return lambda: engine.save_checkpoint(str(place), tag=tag()), lambda: None
     if name in ("late", "eager"):
 
         def finish() -> None:
@@ -159,12 +167,17 @@ def lost(saves: list[list[float]], alone: list[list[float]]) -> tuple[float, flo
     return sum(with_save) - sum(without), with_save[0], step
 
 
+def resident_bytes() -> int:
+    """Return the resident memory of this process, in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
 def main() -> None:
     args = parse()
     if args.worker:
         worker(args)
         return
-    with tempfile.TemporaryDirectory(prefix="unickpt-lost-time") as folder:
+    with tempfile.TemporaryDirectory(prefix="unickpt-lost-time", dir=args.folder) as folder:
         given = [word for word in sys.argv[1:] if not word.startswith("--out")]
         arguments = ["-m", "benchmarks.lost_time", *given, "--worker", folder]
         done = subprocess.run(command(args.ranks, *arguments), cwd=REPO, env=environment(REPO), check=False)
@@ -177,13 +190,15 @@ def main() -> None:
         f"a save every {args.every} steps, {args.cycles} cycles; one OpenMP thread; memory copy {1e3 * data['copy']:.0f} ms; "
         f"{machine()}.",
         "",
-        "| variant | call | lost per save | in copies | step without |",
-        "|---|---|---|---|---|",
+        "| variant | call | lost per save | in copies | step without | a step is longer by | memory grown in the second half |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name in args.only:
         seconds, call, step = lost(data["saves"][name], data["alone"][name])
+        grown = (data["resident"][name][-1] - data["resident"][name][len(data["resident"][name]) // 2]) / 1e6
         lines.append(
-            f"| {name} | {1e3 * call:.1f} ms | {1e3 * seconds:.0f} ms | {seconds / data['copy']:.2f} | {1e3 * step:.0f} ms |"
+            f"| {name} | {1e3 * call:.1f} ms | {1e3 * seconds:.0f} ms | {seconds / data['copy']:.2f} | {1e3 * step:.0f} ms | "
+            f"{100 * seconds / args.every / step:.1f}% | {grown:.1f} MB |"
         )
     publish("\n".join(lines) + "\n", args.out)
 
