@@ -144,7 +144,10 @@ class LateCopy:
         with self._gate:
             if not self._settled:
                 self._compare()
-                self._order()
+                try:
+                    self._order()
+                except Exception as err:  # of the device: the copies may be torn, and training goes on
+                    self._error = self._error or err
                 self._settled = True
         _unsettled.discard(self)
 
