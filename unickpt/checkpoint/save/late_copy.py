@@ -118,7 +118,7 @@ class LateCopy:
         self._begun = self._made = 0  # parts
         self._over = threading.Event()
         self._gate = threading.Lock()
-        self._settled = self._cancelled = False
+        self._settled = self._cancelled = self._finishing = False
         self._error: Exception | None = None
         _register(self)
 
@@ -163,7 +163,7 @@ class LateCopy:
         """Forget the sources. Copies that were not begun are not made."""
         with self._lock:
             self._cancelled = True
-            if self._begun == self._made:
+            if self._begun == self._made and not self._finishing:  # another thread may still fill the buffer
                 self._over.set()
         self._over.wait()
         with self._gate:
@@ -215,7 +215,7 @@ class LateCopy:
             self._made += 1
             if self._cancelled and self._begun == self._made:
                 self._over.set()
-            last = self._made == len(self._parts) and not self._cancelled
+            self._finishing = last = self._made == len(self._parts) and not self._cancelled
         if not last:
             return
         try:
