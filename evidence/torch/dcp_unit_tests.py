@@ -35,6 +35,7 @@ JOBS = 3  # for one file
 # Why a test that passes stock does not with unickpt
 _SLOW = "passes no storage class, so it is as stock: torch.compile took longer than the limit on a busy machine"
 REASONS = {
+    "e2e/test_e2e_save_and_load.py::TestE2ESaveAndLoad::test_e2e_compile_True_model_type0": _SLOW,
     "e2e/test_e2e_save_and_load.py::TestE2ESaveAndLoad::test_e2e_compile_True_model_type1": _SLOW,
     "e2e/test_e2e_save_and_load.py::TestE2ESaveAndLoad::test_e2e_compile_True_model_type2": _SLOW,
     "test_compatibility.py::TestDCPCompatbility::test_storage_meta": (
@@ -52,12 +53,12 @@ NOT_RUN = {
     "with storage classes of their own": "test_fsspec test_async_process_executor _experimental/*",
     "for devices": "test_cuobj_rdma_storage test_pg_transport",
     "of 8 ranks, without a save": "e2e/test_fsdp_ep",
-    "of state dicts and helpers, without a save": (
+    "of state dicts and helpers": (
         "test_state_dict test_state_dict_utils test_state_dict_stager test_shared_and_pinned_memory test_optimizer* "
         "test_grad_dtype test_traverse test_nested_dict test_dedup_tensors test_utils"
     ),
     "of modules that 2.13 lacks": "test_cooperative_planner test_metadata_warning test_restricted_metadata_unpickler",
-    "that PyTorch no longer has, and that need names which 2.13 lacks": (
+    "that PyTorch no longer has; those that were looked at need names that 2.13 lacks": (
         "test_pg_aware_planner test_2d_* test_fsdp_checkpoint test_debug_hsdp_load test_dtensor_size_debug "
         "test_list_state_dict test_async_executor e2e/test_fsdp"
     ),
@@ -152,7 +153,7 @@ def read(place: Path) -> Outcomes:
 def cause(text: str) -> str:
     """Return the line of a traceback that names the error."""
     errors = re.findall(r"^(?:E +)?((?:[\w.]+\.)?\w*(?:Error|Exception|Warning)\b(?:: .*)?)$", text, re.M)
-    own = [each for each in errors if "Process" not in each]
+    own = [each for each in errors if "Process" not in each and "Connection closed by peer" not in each]  # of another rank
     return (own or errors or text.splitlines() or [""])[-1 if own else 0]
 
 
