@@ -40,12 +40,14 @@ if TYPE_CHECKING:
         UnsupportedFrameworkError,
         UnsupportedLayoutError,
     )
+    from unickpt.base.options.job import MemoryOptions, TimingOptions
     from unickpt.base.version import __version__ as __version__
     from unickpt.checkpoint.load.checkpoint import Checkpoint
     from unickpt.checkpoint.load.report import LoadReport
     from unickpt.checkpoint.load.verify import Verification, verify_checkpoint
     from unickpt.checkpoint.save.requests import SaveOptions, SaveResult
     from unickpt.checkpoint.save.retention import Retention
+    from unickpt.checkpoint.save.shutdown import finish_all
     from unickpt.training.data.global_order import DataPosition, GlobalOrderSampler
     from unickpt.training.data.resharding import ReshardableLoader, deal_samples
     from unickpt.transform.convert.pipeline import Converted
@@ -70,6 +72,7 @@ _MODULES = {
         "MismatchError", "HostPeerFailedError", "NewerFormatError", "NotACheckpointError", "SaveFailedError", "StorageError",
         "UncertainCommitError", "UnickptError", "UnsafePathError", "UnsupportedFrameworkError", "UnsupportedLayoutError",
     ),
+    "unickpt.base.options.job": ("MemoryOptions", "TimingOptions"),
     "unickpt.base.version": ("__version__",),
     "unickpt.checkpoint.load.checkpoint": ("Checkpoint",),
     "unickpt.checkpoint.load.report": ("LoadReport",),
@@ -78,6 +81,7 @@ _MODULES = {
     "unickpt.transform.quantise.inputs": ("InputStatistics",),
     "unickpt.checkpoint.save.requests": ("SaveOptions", "SaveResult"),
     "unickpt.checkpoint.save.retention": ("Retention",),
+    "unickpt.checkpoint.save.shutdown": ("finish_all",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -99,6 +103,7 @@ __all__ = [
     "LoadReport",
     "Loaded",
     "LocalShard",
+    "MemoryOptions",
     "MismatchError",
     "NewerFormatError",
     "NotACheckpointError",
@@ -108,6 +113,7 @@ __all__ = [
     "SaveOptions",
     "SaveResult",
     "StorageError",
+    "TimingOptions",
     "UncertainCommitError",
     "UnickptError",
     "UnsafePathError",
@@ -117,6 +123,7 @@ __all__ = [
     "convert_checkpoint",
     "deal_samples",
     "export_checkpoint",
+    "finish_all",
     "grow_checkpoint",
     "latest_checkpoint",
     "load_checkpoint",

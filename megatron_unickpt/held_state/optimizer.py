@@ -28,9 +28,11 @@ from unickpt.base.errors import MismatchError, UnsupportedLayoutError
 from unickpt.checkpoint.format.boxes import boxes_of_view
 from unickpt.transform.convert.megatron import keys
 
-# Metadata that asks an optimizer for its state in model space. Megatron accepts this sharding type under another model
-# parallel shape; it is not used otherwise.
 METADATA = keys.BY_PARAMETER
+"""Metadata that asks an optimizer for its state in model space, in the shapes of the parameters.
+
+Megatron accepts this sharding type under another model parallel shape; it is not used otherwise.
+"""
 PART = "unickpt"  # key of OptimizerPart in the optimizer's state dict
 TENSORS = "unickpt_tensors"
 

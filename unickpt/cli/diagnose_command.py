@@ -65,7 +65,10 @@ def _own_folder() -> str:
     if len(found) == 1:
         return str(found[0])
     if not found:
-        raise NotACheckpointError(f"{SHARED_MEMORY} has no ring folder of your jobs; pass the folder")
+        raise NotACheckpointError(
+            f"{SHARED_MEMORY}: no job of yours is timed here. For the next run set UNICKPT_TIMING=1 or timing.enabled; for "
+            "this one, py-spy dump --pid PID shows where a process is. If the rings are elsewhere, pass their folder"
+        )
     lines = [f"  unickpt diagnose {folder}  # {described(folder)}" for folder in found]
     state = "running" if living else "ended"
     raise NotACheckpointError(

@@ -32,6 +32,7 @@ _EXAMPLES = {
     "configs/monitoring/prometheus-alerts.yaml": "Prometheus: alerts about hangs, slow ranks, parked hosts, restarts",
     "examples/deepspeed_resume.py": "DeepSpeed script that goes on with any number of ranks",
     "examples/python_api.py": "script that saves on two ranks and loads on one, without a framework",
+    "examples/megatron-cpu.py": "Megatron without a GPU: pretrain_gpt.py of its tree, on the CPU",
     "examples/demo": "one training under four layouts: run.py for DeepSpeed, megatron_run.py for Megatron",
     "configs/dialects": "the dialects, to copy for a new model family",
     "configs/unickpt.schema.json": "JSON Schema of a DeepSpeed configuration with the key, for editors",

@@ -155,7 +155,7 @@ class _Version(argparse.Action):
 
 def _parse(arguments: list[str], called: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="unickpt", description="Universal checkpoints for DeepSpeed and Megatron.", epilog=_EPILOG
+        prog="unickpt", description="Universal checkpoints for DeepSpeed, Megatron and PyTorch.", epilog=_EPILOG
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

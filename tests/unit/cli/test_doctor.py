@@ -145,6 +145,7 @@ def test_the_answer_is_yes_or_no_with_a_reason(acting: Acting, words: str) -> No
     assert found.text.startswith(words)
     assert found.acts == words.startswith("yes")
     assert text.acting_lines(acting)[0] == found.text
+    assert "hooks act" not in "".join(text.acting_lines(acting)[1:]) or found.acts
 
 
 def test_nothing_is_to_do_where_all_is_well() -> None:

@@ -23,7 +23,10 @@ AUTO = "auto"  # the job chooses the scheme
 
 @dataclass(frozen=True, slots=True)
 class TimingOptions:
-    """Recording and diagnosis of collectives."""
+    """Recording and diagnosis of collectives.
+
+    The [reference](../../reference/options.md#timing) explains each field.
+    """
 
     enabled: bool = option(False, "record every collective of the job")
     watch: bool = option(True, "start an agent on every host, which logs the rank that the others wait for")
@@ -54,7 +57,10 @@ class TimingOptions:
 
 @dataclass(frozen=True, slots=True)
 class MemoryOptions:
-    """Checkpoints in the memory of the hosts, between those on disk."""
+    """Checkpoints in the memory of the hosts, between those on disk.
+
+    The [reference](../../reference/options.md#memory) explains each field.
+    """
 
     to_disk_every: int = option(
         0, "save into the memory of the hosts, and each time after this number of saves to disk; 0 disables the memory tier"

@@ -127,10 +127,24 @@ def _reset_in_child() -> None:
 def finish_all(*, ending: bool = True) -> None:
     """Wait for all pending saves and uploads of this process.
 
-    Call it before ``os._exit``, or with ``ending=False`` before reading a checkpoint; a normal exit calls it. At the end of the
-    process the newest checkpoint in the memory of the hosts is written to disk first. It waits up to ``WRITING_S``
-    for the writes of this rank, again as long for its uploads, and then the grace period of the saver for the other
-    ranks. Failed asynchronous saves that were not reported yet are logged as errors.
+    Call it on every rank before ``os._exit``, or with ``ending=False`` before a program reads a checkpoint. A normal exit calls
+    it. It waits up to ten minutes for the writes of this rank, again as long for its uploads, and then ``grace_seconds``
+    for the other ranks. Failed asynchronous saves that were not reported yet are logged as errors.
+
+    Example:
+        ```python
+        unickpt.finish_all()
+        os._exit(0)
+        ```
+
+    Args:
+        ending: the process ends. The newest checkpoint in the memory of the hosts is written to disk first.
+
+    Returns:
+        None, when nothing is pending. What is unfinished after these times is given up, with an error in the log.
+
+    Raises:
+        No exception of its own.
     """
     begin = time.monotonic()
     end = begin + WRITING_S

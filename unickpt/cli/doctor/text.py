@@ -19,7 +19,7 @@ _GIB = 1 << 30
 def acting_lines(known: Acting) -> list[str]:
     """Return what ``unickpt hooks status`` prints: the answer first."""
     switch = [] if known.autoload.works else [_autoload(known)]
-    hooks = [_framework(each) for each in known.frameworks]
+    hooks = _frameworks(known)
     return [answer(known).text, *hooks, extensions_line(known), *switch]
 
 
@@ -28,12 +28,17 @@ def extensions_line(known: Acting) -> str:
     return f"extensions: {_extensions(known)}"
 
 
-def _framework(found: Framework) -> str:
+def _frameworks(known: Acting) -> list[str]:
+    """Return one line for each framework."""
+    return [_framework(each, "act" if known.autoload.works else "would act") for each in known.frameworks]
+
+
+def _framework(found: Framework, act: str) -> str:
     if found.problem:
         return f"{found.title}: {found.problem}"
     acting = [hook for hook in found.hooks if hook.state == "acts" and hook.role is not Role.OPTION]
     noted = [hook.name for hook in acting if hook.reason]
-    parts = [f"{len(acting)} hooks act" if found.acts else "no hook acts"]
+    parts = [f"{len(acting)} hooks {act}" if found.acts else "no hook acts"]
     if noted and found.acts:
         parts.append(f"{len(noted)} of them on a source that was not tested: {', '.join(noted)}")
     if found.unverified:
@@ -68,7 +73,7 @@ def _first(facts: Facts, found: Sequence[Action]) -> Iterator[str]:
     counts = [f"{needed} needed" * (needed > 0), f"{advised} advised" * (advised > 0)]
     todo = ", ".join(filter(None, counts)) or "nothing"
     yield f"active:     {answer(facts.acting).text}"
-    yield f"for:        {'; '.join(map(_framework, facts.acting.frameworks)) or 'no framework'}"
+    yield f"for:        {'; '.join(_frameworks(facts.acting)) or 'no framework'}"
     yield f"extensions: {_extensions(facts.acting)}"
     yield f"storage:    {_storage(facts)}"
     yield f"to do:      {todo}"
@@ -112,7 +117,9 @@ def _sections(facts: Facts) -> Iterator[str]:
         yield f"  backends of torch.distributed: {', '.join(torch['backends']) or 'none'}"
         yield f"  {_autoload(facts.acting)}; its import {'arms' if torch['armed'] else 'does not arm'} unickpt"
     yield from ("", "hooks")
-    yield from (f"  {_framework(each)} ({each.folder})" for each in facts.acting.frameworks)
+    yield from (
+        f"  {line} ({each.folder})" for line, each in zip(_frameworks(facts.acting), facts.acting.frameworks, strict=True)
+    )
     yield from ("", "variables")
     yield from (f"  {name}={variable(name, value)}" for name, value in facts.variables.items())
 

@@ -214,7 +214,7 @@ def test_the_only_job_of_a_user_is_found(
     """Its folder has a name that nobody can guess; that of another user is not looked at."""
     monkeypatch.setattr(diagnose_command, "SHARED_MEMORY", tmp_path)
     assert main(["diagnose"]) == 2
-    assert "has no ring folder of your jobs" in capsys.readouterr().err
+    assert "no job of yours is timed here. For the next run set UNICKPT_TIMING=1" in capsys.readouterr().err
     own = f"unickpt-{os.geteuid()}-job-"
     hung(tmp_path / f"{own}1")
     hung(tmp_path / "unickpt-4711-job-1")
