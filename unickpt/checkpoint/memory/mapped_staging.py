@@ -32,6 +32,7 @@ _STEP_DIGITS = 20
 _METADATA_BYTES = 256
 _ENTRY_BYTES = len('":[]":{"dtype":"F8_E4M3","shape":[],"data_offsets":[,]},') + 2 * 20
 _DIMENSION_BYTES = len(",:,") + 3 * 20
+_SPARE_BYTES = 64 << 10
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -187,7 +188,10 @@ class MappedSlots:
                 file.path = Path()  # gone
 
     def map(self, size_bytes: int) -> MappedFile:
-        """Return the mapped file of the next generation, with at least this size. Warm pages are used again."""
+        """Return the mapped file of the next generation, with at least this size. Warm pages are used again.
+
+        A new file is somewhat larger, until ``finish`` cuts it, so that it serves states whose objects grow.
+        """
         spare = self._folder.spare(self._spare_name)
         for file in [file for file in self._files if not file.is_at(file.path)]:
             file.close()
@@ -197,7 +201,7 @@ class MappedSlots:
             if found is not None:
                 found.close()
                 self._files.remove(found)
-            found = MappedFile(spare, size_bytes)
+            found = MappedFile(spare, size_bytes + _SPARE_BYTES)
             self._files.append(found)
         else:
             try:

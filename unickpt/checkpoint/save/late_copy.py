@@ -169,6 +169,8 @@ class LateCopy:
         with self._gate:
             self._settled = True
         _unsettled.discard(self)
+        self._copies, self._watch = (), Watch(())  # what is copied and what waits for it name each other
+        self._place, self._finish, self._order = tuple, _nothing, _nothing
 
     def _compare(self) -> None:
         try:
@@ -226,6 +228,10 @@ class LateCopy:
         except Exception as err:
             self._error = err
         self._over.set()
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing."""
 
 
 _unsettled: set[LateCopy] = set()  # of this process: a step does not know of the saves

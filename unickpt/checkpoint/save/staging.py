@@ -24,6 +24,7 @@ from unickpt.checkpoint.storage.direct_io import BLOCK_BYTES
 LATE_BYTES = 1 << 20  # less is copied faster than it is noted
 
 _AT_ONCE_BYTES = 1 << 20  # copied twice
+_SPARE_SHARE, _SPARE_BYTES = 256, 64 << 10  # for objects that grow, such as counters: a new buffer has fresh pages
 
 
 class StagingBuffer:
@@ -440,5 +441,7 @@ class StagingPool:
             return None
         self._buffers = busy  # free the buffers that are too small before a larger one is allocated
         idle.clear()
+        if self.budget_bytes is None:
+            wanted += wanted // _SPARE_SHARE + _SPARE_BYTES
         self._buffers.append(_PooledBuffer(StagingBuffer(wanted, pinned=self._pinned)))
         return self._buffers[-1]
