@@ -31,6 +31,7 @@ def extension(name: str, *arguments: str) -> Extension:
     return Extension(
         name,
         [name.replace(".", "/") + ".c"],
+        depends=["unickpt/checkpoint/format/_xxh3.h"],
         define_macros=[("Py_LIMITED_API", "0x030A0000")],
         extra_compile_args=["-std=c11", "-Werror=implicit-function-declaration", *arguments],
         py_limited_api=True,
@@ -108,6 +109,7 @@ setup(
     ext_modules=[
         extension("unickpt.diagnosis.recording._fast"),
         extension("unickpt.checkpoint.format._casts", "-O3"),
+        extension("unickpt.checkpoint.format._checksums", "-O3"),
         extension("unickpt.checkpoint.load._checked_read", "-O3"),
     ],
     cmdclass={"build_py": BuildPackage, "bdist_wheel": BuildWheel, "sdist": BuildSource},
@@ -117,6 +119,7 @@ setup(
             "py.typed",
             "diagnosis/recording/_fast.pyi",
             "checkpoint/format/_casts.pyi",
+            "checkpoint/format/_checksums.pyi",
             "checkpoint/load/_checked_read.pyi",
             "diagnosis/reports/*.html",
             "diagnosis/reports/*.js",

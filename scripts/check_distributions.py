@@ -20,6 +20,7 @@ REPO = Path(__file__).resolve().parent.parent
 EXTENSIONS = {
     "unickpt/diagnosis/recording/_fast.abi3.so",
     "unickpt/checkpoint/format/_casts.abi3.so",
+    "unickpt/checkpoint/format/_checksums.abi3.so",
     "unickpt/checkpoint/load/_checked_read.abi3.so",
 }
 NEEDED = {

@@ -15,7 +15,12 @@ from importlib.util import find_spec
 import unickpt
 from unickpt.base.installation import shipped_file, source_tree
 
-EXTENSIONS = ("diagnosis.recording._fast", "checkpoint.format._casts", "checkpoint.load._checked_read")
+EXTENSIONS = (
+    "diagnosis.recording._fast",
+    "checkpoint.format._casts",
+    "checkpoint.format._checksums",
+    "checkpoint.load._checked_read",
+)
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ use_venv() {
   [[ ",$extras," != *,deepspeed,* ]] || require_compiler || return 1
 
   stamp=$venv/unickpt-installed
-  wanted="$(cat setup.py pyproject.toml unickpt/*/*/_*.c | sha256sum | cut -c1-64) $PWD $extras $torch"
+  wanted="$(cat setup.py pyproject.toml unickpt/*/*/_*.[ch] | sha256sum | cut -c1-64) $PWD $extras $torch"
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "installing torch, then unickpt[$extras], into $venv (some minutes, once)" >&2
     # torch first and alone: among the other requirements pip might choose another build of it, gigabytes larger.

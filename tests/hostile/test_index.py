@@ -129,7 +129,13 @@ COLUMN_ATTACKS: dict[str, Attack] = {
     "own boxes, shape of more dimensions": _tensor(3, [1, 1, 8, 3], "embed.weight", "weight"),
     "own boxes, shape smaller": _tensor(3, [4, 3], "embed.weight", "weight"),
     "own boxes, shape larger": _tensor(3, [9, 3], "embed.weight", "weight"),
-    "version 3": on_index(lambda parts: parts.metadata.update(version="3")),
+    "version 4": on_index(lambda parts: parts.metadata.update(version="4")),
+    "blocks without a size": on_index(lambda parts: parts.metadata.pop("block_bytes")),
+    "blocks of a size in words": on_index(lambda parts: parts.metadata.update(block_bytes="²")),
+    "blocks below zero": on_index(lambda parts: parts.metadata.update(block_bytes="-4096")),
+    "blocks of a byte": on_index(lambda parts: parts.metadata.update(block_bytes="1")),
+    "blocks of an odd size": on_index(lambda parts: parts.metadata.update(block_bytes="70000")),
+    "blocks of any size": on_index(lambda parts: parts.metadata.update(block_bytes="9" * 5000)),
     "version 1": on_index(lambda parts: parts.metadata.update(version="1")),
     "more elements than any storage": on_index(lambda parts: [
         parts.add_tensor("zz", f"weight{at}", "U8", [2**61], "buffer", None) for at in range(8)
@@ -231,11 +237,15 @@ COLUMN_REASONS: Reasons = {
     "not sorted by tensor and start": ["boxes in another order"],
     "more than 32": ["41 dimensions"],
     "index columns are": ["starts without shapes", "a dimension skipped"],
-    "index version '1', expected 2": ["version 1"],
+    "index version '1', expected 2 or 3": ["version 1"],
     "have 2 dimensions, expected 4": ["own boxes, shape of more dimensions"],
     "of 'embed.weight' is empty or leaves its tensor of shape (4, 3)": ["own boxes, shape smaller"],
     "cover 24 of 27 elements": ["own boxes, shape larger"],
-    "upgrade unickpt": ["version 3"],
+    "upgrade unickpt": ["version 4"],
+    "expected 0 or a power of two": [
+        "blocks without a size", "blocks of a size in words", "blocks below zero", "blocks of a byte", "blocks of an odd size",
+        "blocks of any size",
+    ],
     "2**62 elements or more": ["more elements than any storage"],
 }  # fmt: skip
 

@@ -140,6 +140,8 @@ MANIFEST_ATTACKS: dict[str, Attack] = {
     "index of 1 TiB": _sized(INDEX, size_bytes=2**40),
     "data of 1 TiB": _sized(DATA, size_bytes=2**40),
     "header longer than its file": _sized(DATA, header_bytes=2**40),
+    "table longer than its file": _sized(DATA, table_bytes=2**40),
+    "table below zero": _sized(DATA, table_bytes=-8),
     "header of no bytes": _sized(DATA, header_bytes=0),
     "header one byte short": _sized(DATA, header_bytes=100),
     "header checksum of another file": _sized(DATA, header_checksum="xxh3_128:" + "0" * 32),
@@ -169,6 +171,8 @@ MANIFEST_REASONS: Reasons = {
     "the header has": [
         "header longer than its file", "sparse data file that is all header", "sparse index that is all header",
     ],
+    "the table has": ["table longer than its file"],
+    "'table_bytes' is -8": ["table below zero"],
     "header differs": ["header of no bytes", "header one byte short", "header checksum of another file"],
     "unknown checksum": ["checksum of an unknown kind"],
     "a file is listed twice": ["a file twice"],

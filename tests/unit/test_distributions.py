@@ -106,7 +106,8 @@ from importlib import import_module, metadata
 from unickpt.base.installation import source_tree
 from unickpt.cli.main import main
 from unickpt.transform.dialects.registry import dialects
-for name in ("diagnosis.recording._fast", "checkpoint.format._casts", "checkpoint.load._checked_read"):
+extensions = ("diagnosis.recording._fast", "checkpoint.format._casts", "checkpoint.format._checksums")
+for name in (*extensions, "checkpoint.load._checked_read"):
     assert import_module(f"unickpt.{name}").__file__.startswith(unickpt.__path__[0])
 print(source_tree(), unickpt.__version__, metadata.version("unickpt"), len(dialects()))
 main(["example", "zero2.json"])

@@ -19,7 +19,7 @@ def test_inspect_json_accounts_for_everything_that_was_saved(ranks: Path, run_js
     assert code == 0
     assert document["save_directory"] is None
     found = document["checkpoint"]
-    assert (found["step"], found["generation"], found["format_version"], found["problem"]) == (3, 0, 2, None)
+    assert (found["step"], found["generation"], found["format_version"], found["problem"]) == (3, 0, 3, None)
     assert found["writer"]["topology"] == {"world_size": 2, "zero_stage": 1}
     on_disk = sum(path.stat().st_size for path in ranks.rglob("*") if path.is_file())
     assert found["total_bytes"] == on_disk

@@ -11,6 +11,7 @@ import pytest
 from tests.support import handmade
 from tests.support.cli import python
 from unickpt.base.errors import StorageError
+from unickpt.checkpoint.format.manifest import FORMAT_VERSION
 from unickpt.checkpoint.storage.posix import PosixStorage
 from unickpt.cli import main as main_module
 from unickpt.cli.main import main
@@ -19,10 +20,10 @@ from unickpt.cli.parsers.plan import PLANS
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_a_newer_format_version_is_named_and_not_judged(checkpoint: Path, command: str, run: Any, run_json: Any) -> None:
-    handmade.edit_manifest(checkpoint, lambda body: body.update(version=3))
+    handmade.edit_manifest(checkpoint, lambda body: body.update(version=FORMAT_VERSION + 1))
     code, out, err = run(command, checkpoint)
     assert (code, out) == (2, "")
-    assert "format version 3, this release reads up to 2; upgrade unickpt" in err
+    assert f"format version {FORMAT_VERSION + 1}, this release reads up to {FORMAT_VERSION}; upgrade unickpt" in err
     code, document = run_json(command, checkpoint)
     assert (code, document["error"]["type"]) == (2, "NewerFormatError")
 

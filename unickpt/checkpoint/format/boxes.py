@@ -175,6 +175,23 @@ def flat_range(box: Box, shape: Sequence[int]) -> tuple[int, int] | None:
     return (lo, lo + run)
 
 
+def stretches(box: Box, shape: Sequence[int], nearest: int) -> tuple[Ints, Ints]:
+    """Return the flat ranges of a box in a tensor of this shape. Those with at most ``nearest`` elements between them are one.
+
+    Returns:
+        Begins and ends, int64 ``[n]``, ascending. There are at most as many as twice the tensor has ``nearest`` elements.
+    """
+    strides = strides_of(shape)
+    dim, run = len(shape), 1
+    while dim and strides[dim - 1] - run <= nearest:
+        dim -= 1
+        run += (box.shape[dim] - 1) * strides[dim]
+    begins = np.array([sum(s * stride for s, stride in zip(box.start, strides, strict=True))], np.int64)
+    for at in range(dim):
+        begins = (begins[:, None] + np.arange(box.shape[at], dtype=np.int64) * strides[at]).reshape(-1)
+    return begins, begins + run
+
+
 def boxes_of_view(shape: Sequence[int], strides: Sequence[int], offset: int, lo: int, hi: int) -> list[tuple[Box, int]]:
     """Return the part of a strided view in the flat range ``[lo, hi)`` of its storage, as boxes of the view.
 

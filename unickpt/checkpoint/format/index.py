@@ -20,6 +20,7 @@ import numpy.typing as npt
 from unickpt.base.arrays import Ints
 from unickpt.base.errors import CoverageError, FormatError
 from unickpt.checkpoint.format.boxes import Box, find_overlap
+from unickpt.checkpoint.format.checksums import BLOCK_BYTES
 from unickpt.checkpoint.format.dtypes import itemsize_bytes
 from unickpt.checkpoint.format.linear_order import BLOCK_ROWS, Column, LinearOrder, blocks, ranges, volumes
 from unickpt.checkpoint.format.tensor_info import KINDS as KINDS
@@ -75,7 +76,8 @@ class Index:
         box_start, box_shape: integers ``[m]`` for each dimension. A tensor with fewer dimensions is padded with trailing
             dimensions ``start 0, shape 1``.
         offset: integers ``[n]``, absolute position of the fragment's first byte in its file.
-        checksum: uint64 ``[n]``, xxh3_64 of the fragment's bytes.
+        checksum: uint64 ``[n]``, checksum of the fragment (``checksums.combined``).
+        block_bytes: size of the blocks of the fragments, each with a checksum. 0: every fragment is one block (version 2).
     """
 
     tensors: TensorTable
@@ -87,6 +89,7 @@ class Index:
     box_shape: tuple[Column, ...]
     offset: Column
     checksum: npt.NDArray[np.uint64]
+    block_bytes: int = BLOCK_BYTES
 
     @classmethod
     def of_rows(

@@ -32,7 +32,9 @@ from unickpt.checkpoint.format.safetensors_header import (
 )
 from unickpt.checkpoint.format.tensor_table import TensorTable
 
-_FORMAT, FORMAT_VERSION = "unickpt-index", 2
+_FORMAT, FORMAT_VERSION = "unickpt-index", 3
+_WHOLE_VERSION = "2"  # fragments are not divided into blocks
+_LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 4 << 10, 1 << 30
 MAX_UNPACKED_BYTES = 1 << 32  # memory limit of a reader
 _TABLE_KEY = b'"tensors":"'
 _TABLE_MARK = "the table of tensors"
@@ -54,6 +56,7 @@ def to_bytes(index: Index) -> bytes:
     metadata = {
         "format": _FORMAT,
         "version": str(FORMAT_VERSION),
+        "block_bytes": str(index.block_bytes),
         "files": json.dumps(index.files),
         "tensors": _TABLE_MARK,
     }
@@ -95,8 +98,8 @@ def from_bytes(data: bytes, *, where: str) -> Index:
         raise FormatError(f"{where}: not a unickpt index")
     version = header.metadata.get("version")
     if version in (None, "0", "1"):
-        raise FormatError(f"{where}: index version {version!r}, expected {FORMAT_VERSION}")
-    if version != str(FORMAT_VERSION):
+        raise FormatError(f"{where}: index version {version!r}, expected {_WHOLE_VERSION} or {FORMAT_VERSION}")
+    if version not in (_WHOLE_VERSION, str(FORMAT_VERSION)):
         raise NewerFormatError(
             f"{where}: index version {version!r}, this release reads up to {FORMAT_VERSION}; upgrade unickpt to load it"
         )
@@ -107,7 +110,17 @@ def from_bytes(data: bytes, *, where: str) -> Index:
     if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
         raise FormatError(f"{where}: the file list must be a list of strings")
     columns = {slot.name: _column(data, header, slot, where) for slot in header.slots}
-    return _index(columns, tensors, tuple(files), where)
+    block_bytes = 0 if version == _WHOLE_VERSION else _block_bytes(header.metadata.get("block_bytes"), where)
+    return _index(columns, tensors, tuple(files), block_bytes, where)
+
+
+def _block_bytes(text: str | None, where: str) -> int:
+    size = int(text) if text is not None and text.isascii() and text.isdecimal() and len(text) <= 10 else -1
+    if size and (not _LEAST_BLOCK_BYTES <= size <= _MOST_BLOCK_BYTES or size & (size - 1)):
+        raise FormatError(
+            f"{where}: block_bytes is {text!r}, expected 0 or a power of two from {_LEAST_BLOCK_BYTES} to {_MOST_BLOCK_BYTES}"
+        )
+    return size
 
 
 def _header_and_table(data: bytes, where: str) -> tuple[Header, str | bytes]:
@@ -142,7 +155,7 @@ def _column(data: bytes, header: Header, slot: TensorSlot, where: str) -> Column
     return flat.reshape(slot.shape)
 
 
-def _index(columns: dict[str, Column], tensors: TensorTable, files: tuple[str, ...], where: str) -> Index:
+def _index(columns: dict[str, Column], tensors: TensorTable, files: tuple[str, ...], block_bytes: int, where: str) -> Index:
     ndim = sum(name.startswith("start.") for name in columns)
     boxes = [f"{part}.{dim}" for part in ("start", "shape") for dim in range(ndim)]
     expected = {"fragments", "same_boxes", "file", "offset_bytes", "checksum", *boxes}
@@ -166,7 +179,7 @@ def _index(columns: dict[str, Column], tensors: TensorTable, files: tuple[str, .
     checksum = columns["checksum"]
     if checksum.dtype != np.uint64 or checksum.shape != (total,):
         raise FormatError(f"{where}: column 'checksum' is {checksum.dtype} {checksum.shape}, expected uint64 of {total} rows")
-    index = Index(tensors, files, counts, same, file, start, shape, offset, checksum)
+    index = Index(tensors, files, counts, same, file, start, shape, offset, checksum, block_bytes)
     check_boxes(index, where)
     return index
 

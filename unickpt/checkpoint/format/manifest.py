@@ -21,7 +21,7 @@ from unickpt.checkpoint.format.json_text import parse_json
 from unickpt.checkpoint.format.safetensors_header import MAX_HEADER_BYTES
 
 FORMAT_NAME = "unickpt"
-FORMAT_VERSION = 2
+FORMAT_VERSION, OLDEST_VERSION = 3, 2  # written; the oldest that is read
 MAX_MANIFEST_BYTES = 256 << 20  # the manifest of 100,000 ranks has 30 MB
 
 JSONValue = Any  # a value encoded by ``unickpt.checkpoint.format.objects``
@@ -60,6 +60,7 @@ class FileRecord:
         checksum: xxh3_128 of the whole file.
         header_bytes, header_checksum: length and xxh3_128 of the safetensors prefix and header. A partial
             read checks the header without reading the rest.
+        table_bytes: size of the table of block checksums at the end of the file; 0 for none.
     """
 
     path: str
@@ -67,6 +68,7 @@ class FileRecord:
     checksum: str
     header_bytes: int
     header_checksum: str
+    table_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +198,8 @@ def from_bytes(data: bytes, *, where: str) -> Manifest:
     if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
         raise FormatError(f"{where}: not a unickpt manifest")
     version = body.get("version")
-    if type(version) is not int or version < FORMAT_VERSION:
-        raise FormatError(f"{where}: format version {version!r}, expected {FORMAT_VERSION}")
+    if type(version) is not int or version < OLDEST_VERSION:
+        raise FormatError(f"{where}: format version {version!r}, expected {OLDEST_VERSION} to {FORMAT_VERSION}")
     if version > FORMAT_VERSION:
         if _is_altered_version(body):
             raise FormatError(f"{where}: format version {version} does not match the checksum; the file is damaged")
@@ -214,9 +216,10 @@ def from_bytes(data: bytes, *, where: str) -> Manifest:
 
 
 def _is_altered_version(body: Mapping[str, Any]) -> bool:
-    """Return whether the checksum of a manifest of a newer version matches the known version: the number is damaged."""
+    """Return whether the checksum of a manifest of a newer version matches a known version: the number is damaged."""
+    known = range(OLDEST_VERSION, FORMAT_VERSION + 1)
     try:
-        return digest(_canonical({**body, "version": FORMAT_VERSION})) == body.get("checksum")
+        return body.get("checksum") in [digest(_canonical({**body, "version": version})) for version in known]
     except (ValueError, RecursionError):
         return False
 
@@ -333,12 +336,17 @@ class _ManifestParser:
             checksum=self._get(body, "checksum", str),
             header_bytes=self._count(body, "header_bytes"),
             header_checksum=self._get(body, "header_checksum", str),
+            table_bytes=self._count(body, "table_bytes") if "table_bytes" in body else 0,
         )
         if not record.checksum.startswith(PREFIX) or not record.header_checksum.startswith(PREFIX):
             raise FormatError(f"{self._where}: {record.path}: unknown checksum {record.checksum!r}")
         if record.header_bytes > min(record.size_bytes, MAX_HEADER_BYTES + 8):
             raise FormatError(
                 f"{self._where}: {record.path}: the header has {record.header_bytes} bytes, the file {record.size_bytes}"
+            )
+        if record.table_bytes > record.size_bytes - record.header_bytes:
+            raise FormatError(
+                f"{self._where}: {record.path}: the table has {record.table_bytes} bytes, the file {record.size_bytes}"
             )
         return record
 

@@ -5,8 +5,8 @@
  * interpreter's lock is released for the whole call: threads in Python that change hands after every block lose a third of
  * their time.
  *
- * Stable ABI of Python 3.10. The checksum is xxh3_64 of https://github.com/Cyan4973/xxHash (doc/xxhash_spec.md, "XXH3 algorithm
- * description", inputs of more than 240 bytes), with the instructions of AVX2.
+ * A fragment is checked block by block: there is a checksum for each block (docs/reference/format.md, section 6). Stable ABI of Python
+ * 3.10.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -17,9 +17,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__GNUC__) && defined(__linux__)
-#define FAST 1
-#include <immintrin.h>
+#include "../format/_xxh3.h"
+
+#ifdef FAST
 #include <sys/uio.h>
 #include <unistd.h>
 #endif
@@ -28,106 +28,7 @@ enum { NOTHING = 0, BYTES = 1, BFLOAT16 = 2 }; /* what the second place receives
 
 #ifdef FAST
 
-enum { LANES = 8, STRIPE = 64, SECRET = 192, GROUP = 1024 /* stripes between two scrambles */, LONG = 241, PARTS = 64 };
-
-static const uint8_t secret[SECRET] = {
-    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
-    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
-    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
-    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
-    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
-    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
-    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
-    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
-    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
-    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
-    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
-    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
-};
-
-#define PRIME32_1 0x9E3779B1u
-#define PRIME64_1 0x9E3779B185EBCA87u
-
-/* The sums of a checksum after the first ``done`` bytes, a multiple of GROUP. */
-struct sums {
-    uint64_t lane[LANES];
-    size_t done;
-};
-
-static const struct sums start = {
-    {0xC2B2AE3Du, PRIME64_1, 0xC2B2AE3D27D4EB4Fu, 0x165667B19E3779F9u, 0x85EBCA77C2B2AE63u, 0x85EBCA77u, 0x27D4EB2F165667C5u,
-     PRIME32_1},
-    0,
-};
-
-__attribute__((target("avx2"))) static inline __m256i added(__m256i sum, const uint8_t *data, const uint8_t *key)
-{
-    __m256i value = _mm256_loadu_si256((const __m256i *)data);
-    __m256i mixed = _mm256_xor_si256(value, _mm256_loadu_si256((const __m256i *)key));
-    __m256i product = _mm256_mul_epu32(mixed, _mm256_srli_epi64(mixed, 32));
-    __m256i crossed = _mm256_shuffle_epi32(value, _MM_SHUFFLE(1, 0, 3, 2));
-    return _mm256_add_epi64(product, _mm256_add_epi64(sum, crossed));
-}
-
-__attribute__((target("avx2"))) static inline __m256i scrambled(__m256i sum, const uint8_t *key)
-{
-    __m256i prime = _mm256_set1_epi32((int)PRIME32_1);
-    __m256i mixed = _mm256_xor_si256(sum, _mm256_srli_epi64(sum, 47));
-    mixed = _mm256_xor_si256(mixed, _mm256_loadu_si256((const __m256i *)key));
-    __m256i low = _mm256_mul_epu32(mixed, prime), high = _mm256_mul_epu32(_mm256_srli_epi64(mixed, 32), prime);
-    return _mm256_add_epi64(low, _mm256_slli_epi64(high, 32));
-}
-
-/* Adds whole groups of [data, data + size) that are not the last bytes of the input. */
-__attribute__((target("avx2"))) static void add_groups(struct sums *to, const uint8_t *data, size_t groups)
-{
-    __m256i a = _mm256_loadu_si256((const __m256i *)to->lane), b = _mm256_loadu_si256((const __m256i *)(to->lane + 4));
-    for (size_t group = 0; group < groups; group++, data += GROUP) {
-        for (int at = 0; at < GROUP / STRIPE; at++) {
-            _mm_prefetch((const char *)data + STRIPE * at + 512, _MM_HINT_T0);
-            a = added(a, data + STRIPE * at, secret + 8 * at);
-            b = added(b, data + STRIPE * at + 32, secret + 8 * at + 32);
-        }
-        a = scrambled(a, secret + SECRET - STRIPE);
-        b = scrambled(b, secret + SECRET - STRIPE + 32);
-    }
-    _mm256_storeu_si256((__m256i *)to->lane, a);
-    _mm256_storeu_si256((__m256i *)(to->lane + 4), b);
-    to->done += groups * GROUP;
-}
-
-static uint64_t word(const uint8_t *at)
-{
-    uint64_t value;
-    memcpy(&value, at, 8);
-    return value;
-}
-
-/* Returns the checksum of ``size`` bytes. ``rest`` has the last ``left`` of them, which have not been added: at least one, at most
- * a group. The STRIPE bytes before them are in place, too. */
-__attribute__((target("avx2"))) static uint64_t finished(const struct sums *of, const uint8_t *rest, size_t left, uint64_t size)
-{
-    __m256i a = _mm256_loadu_si256((const __m256i *)of->lane), b = _mm256_loadu_si256((const __m256i *)(of->lane + 4));
-    uint64_t lane[LANES], sum = size * PRIME64_1;
-    size_t stripes = (left - 1) / STRIPE;
-    const uint8_t *last = rest + left - STRIPE, *key = secret + SECRET - STRIPE - 7;
-    for (size_t at = 0; at < stripes; at++) {
-        a = added(a, rest + STRIPE * at, secret + 8 * at);
-        b = added(b, rest + STRIPE * at + 32, secret + 8 * at + 32);
-    }
-    a = added(a, last, key);
-    b = added(b, last + 32, key + 32);
-    _mm256_storeu_si256((__m256i *)lane, a);
-    _mm256_storeu_si256((__m256i *)(lane + 4), b);
-    for (int at = 0; at < LANES; at += 2) {
-        unsigned __int128 product = (unsigned __int128)(lane[at] ^ word(secret + 11 + 8 * at));
-        product *= lane[at + 1] ^ word(secret + 19 + 8 * at);
-        sum += (uint64_t)product ^ (uint64_t)(product >> 64);
-    }
-    sum ^= sum >> 37;
-    sum *= 0x165667919E3779F9u;
-    return sum ^ sum >> 32;
-}
+enum { PARTS = 64 };
 
 /* Writes past the cache: the target is not read first, and does not displace what was read. */
 static void copy(uint8_t *target, const uint8_t *source, size_t size)
@@ -168,22 +69,34 @@ struct part { /* of the ranges of a call: four native 64-bit integers */
 };
 
 struct progress { /* of a part */
-    struct sums sums;
-    size_t read, cast;
-    uint64_t checksum; /* 0 for a part of less than LONG bytes */
+    struct sums sums; /* of the block that begins at ``begin`` */
+    size_t read, cast, begin;
+    uint64_t *next; /* place of its checksum */
 };
 
-/* Adds what has been read of a part to its checksum and to its second place. */
-static void follow(const struct part *of, struct progress *now, int checks)
+/* Adds what has been read of a part to the checksums of its blocks, which are of ``block`` bytes. */
+static void check(const struct part *of, struct progress *now, uint64_t block)
+{
+    const uint8_t *place = (const uint8_t *)(uintptr_t)of->place;
+    while (now->begin < of->size) {
+        uint64_t left = of->size - now->begin, size = block && left >= 2 * block ? block : left;
+        size_t got = now->read - now->begin, ready = got < size ? got : (size_t)size - 1; /* the last byte belongs to the last stripe */
+        add_groups(&now->sums, place + now->begin + now->sums.done, (ready - now->sums.done) / GROUP);
+        if (got < size)
+            return;
+        *now->next++ = finished(&now->sums, place + now->begin + now->sums.done, (size_t)size - now->sums.done, size);
+        now->begin += (size_t)size;
+        now->sums = start;
+    }
+}
+
+/* Adds what has been read of a part to its checksums and to its second place. */
+static void follow(const struct part *of, struct progress *now, int checks, uint64_t block)
 {
     const uint8_t *place = (const uint8_t *)(uintptr_t)of->place;
     uint8_t *second = (uint8_t *)(uintptr_t)of->second;
-    size_t ready = now->read < of->size ? now->read : (size_t)of->size - 1; /* the last byte belongs to the last stripe */
-    if (checks && of->size >= LONG) {
-        add_groups(&now->sums, place + now->sums.done, (ready - now->sums.done) / GROUP);
-        if (now->read == of->size)
-            now->checksum = finished(&now->sums, place + now->sums.done, (size_t)of->size - now->sums.done, of->size);
-    }
+    if (checks && of->size >= LONG)
+        check(of, now, block);
     if (of->kind != NOTHING)
         deliver(second + now->cast / (of->kind == BFLOAT16 ? 2 : 1), place + now->cast, now->read - now->cast, of->kind);
     now->cast = of->kind == BFLOAT16 ? now->read / 4 * 4 : now->read;
@@ -206,7 +119,8 @@ static Py_ssize_t read_block(int file, off_t offset, const struct part *parts, s
     return preadv(file, into, filled, offset);
 }
 
-static int read_all(int file, off_t *offset, const struct part *parts, struct progress *now, size_t count, size_t block, int checks)
+static int read_all(int file, off_t *offset, const struct part *parts, struct progress *now, size_t count, size_t block, int checks,
+                    uint64_t checked)
 {
     for (size_t first = 0; first < count;) {
         size_t got;
@@ -222,7 +136,7 @@ static int read_all(int file, off_t *offset, const struct part *parts, struct pr
                 size = got;
             now[first].read += size;
             got -= size;
-            follow(&parts[first], &now[first], checks);
+            follow(&parts[first], &now[first], checks, checked);
             if (now[first].read < parts[first].size)
                 break;
         }
@@ -255,26 +169,33 @@ static int read_whole(int file, uint8_t *into, size_t size, off_t *offset)
     return 0;
 }
 
-/* Reads a fragment block by block into ``memory`` after its first BEFORE bytes. Stops at an error, with ``offset`` at its place. */
-static int read_fragment(int file, const struct fragment *of, const struct piece *pieces, uint8_t *memory, size_t block,
+/* Copies what the bytes [at, at + size) of a fragment have of its pieces. */
+static void take(const struct fragment *of, const struct piece *pieces, const uint8_t *data, uint64_t at, size_t size)
+{
+    for (uint64_t each = 0; each < of->pieces; each++) {
+        uint64_t end = pieces[each].begin + pieces[each].size, from = pieces[each].begin > at ? pieces[each].begin : at;
+        uint64_t to = end < at + size ? end : at + size, before = from - pieces[each].begin;
+        if (from < to)
+            deliver((uint8_t *)(uintptr_t)pieces[each].place + before / (pieces[each].kind == BFLOAT16 ? 2 : 1), data + (from - at),
+                    (size_t)(to - from), pieces[each].kind);
+    }
+}
+
+/* Reads a fragment in steps of ``step`` bytes into ``memory`` after its first BEFORE bytes. It has one checksum. Stops at an error,
+ * with ``offset`` at its place. */
+static int read_fragment(int file, const struct fragment *of, const struct piece *pieces, uint8_t *memory, size_t step,
                          int checks, off_t *offset, uint64_t *checksum)
 {
     struct sums sums = start;
     uint8_t *data = memory + BEFORE;
     size_t held = 0; /* bytes right before ``data`` that have not been added */
     *offset = (off_t)of->offset;
-    for (uint64_t at = 0; at < of->size; at += block) {
-        size_t size = of->size - at < block ? (size_t)(of->size - at) : block, ready;
+    for (uint64_t at = 0; at < of->size; at += step) {
+        size_t size = of->size - at < step ? (size_t)(of->size - at) : step, ready;
         int error = read_whole(file, data, size, offset), last = at + size == of->size;
         if (error)
             return error;
-        for (uint64_t each = 0; each < of->pieces; each++) {
-            uint64_t end = pieces[each].begin + pieces[each].size, from = pieces[each].begin > at ? pieces[each].begin : at;
-            uint64_t to = end < at + size ? end : at + size, before = from - pieces[each].begin;
-            if (from < to)
-                deliver((uint8_t *)(uintptr_t)pieces[each].place + before / (pieces[each].kind == BFLOAT16 ? 2 : 1),
-                        data + (from - at), (size_t)(to - from), pieces[each].kind);
-        }
+        take(of, pieces, data, at, size);
         if (!checks)
             continue;
         ready = (held + size - (last ? 1 : 0)) / GROUP;
@@ -284,6 +205,27 @@ static int read_fragment(int file, const struct fragment *of, const struct piece
             *checksum = finished(&sums, data + size - held, held, of->size);
         else
             memmove(data - held - STRIPE, data + size - held - STRIPE, held + STRIPE);
+    }
+    return 0;
+}
+
+/* As ``read_fragment`` for a fragment of several blocks, which has a checksum for each. ``memory`` has room for a step and a block. */
+static int read_in_blocks(int file, const struct fragment *of, const struct piece *pieces, uint8_t *memory, size_t step, int checks,
+                          uint64_t block, off_t *offset, uint64_t *checksum)
+{
+    uint64_t left = blocks_of(of->size, block), several = step / block ? step / block : 1;
+    *offset = (off_t)of->offset;
+    for (uint64_t at = 0; left;) {
+        uint64_t count = left < several ? left : several;
+        size_t size = (size_t)(count == left ? of->size - at : count * block);
+        int error = read_whole(file, memory, size, offset);
+        if (error)
+            return error;
+        take(of, pieces, memory, at, size);
+        for (uint64_t each = 0; each < count && checks; each++)
+            *checksum++ = sum_of(memory + each * block, each + 1 < count ? (size_t)block : size - (size_t)(each * block));
+        left -= count;
+        at += size;
     }
     return 0;
 }
@@ -320,8 +262,9 @@ static PyObject *read_parts(PyObject *module, PyObject *args)
 {
 #ifdef FAST
     const char *table;
-    Py_ssize_t size, count, block;
+    Py_ssize_t size, count, step, total = 0;
     long long begin;
+    unsigned long long block;
     int file, checks, error;
     struct part *parts = NULL;
     struct progress *now = NULL;
@@ -329,17 +272,16 @@ static PyObject *read_parts(PyObject *module, PyObject *args)
     PyObject *found = NULL;
     off_t offset;
     (void)module;
-    if (!PyArg_ParseTuple(args, "iLy#np", &file, &begin, &table, &size, &block, &checks))
+    if (!PyArg_ParseTuple(args, "iLy#npK", &file, &begin, &table, &size, &step, &checks, &block))
         return NULL;
     count = size / (Py_ssize_t)sizeof *parts;
-    if (size % (Py_ssize_t)sizeof *parts || block < 1) {
-        PyErr_SetString(PyExc_ValueError, "a part has four integers of 64 bits, and a block has a size");
+    if (size % (Py_ssize_t)sizeof *parts || step < 1 || (block && block < LONG)) {
+        PyErr_SetString(PyExc_ValueError, "a part has four integers of 64 bits, and a step and a block have a size");
         return NULL;
     }
     parts = malloc((size_t)size + 1);
     now = malloc((size_t)count * sizeof *now + 1);
-    sums = malloc((size_t)count * sizeof *sums + 1);
-    if (!parts || !now || !sums) {
+    if (!parts || !now) {
         PyErr_NoMemory();
         goto end;
     }
@@ -350,15 +292,22 @@ static PyObject *read_parts(PyObject *module, PyObject *args)
             PyErr_SetString(PyExc_ValueError, "size or kind out of range");
             goto end;
         }
-        now[at] = (struct progress){start, 0, 0, 0};
+        total += (Py_ssize_t)blocks_of(parts[at].size, block);
+    }
+    sums = calloc((size_t)total + 1, sizeof *sums); /* 0 for a part of less than LONG bytes */
+    if (!sums) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    for (Py_ssize_t at = 0, place = 0; at < count; at++) {
+        now[at] = (struct progress){start, 0, 0, 0, sums + place};
+        place += (Py_ssize_t)blocks_of(parts[at].size, block);
     }
     offset = (off_t)begin;
     Py_BEGIN_ALLOW_THREADS
-    error = read_all(file, &offset, parts, now, (size_t)count, (size_t)block, checks);
-    for (Py_ssize_t at = 0; at < count; at++)
-        sums[at] = now[at].checksum;
+    error = read_all(file, &offset, parts, now, (size_t)count, (size_t)step, checks, block);
     Py_END_ALLOW_THREADS
-    found = answer(error, offset, sums, count);
+    found = answer(error, offset, sums, total);
 end:
     free(parts);
     free(now);
@@ -376,7 +325,8 @@ static PyObject *read_pieces(PyObject *module, PyObject *args)
 {
 #ifdef FAST
     const char *fragments, *pieces;
-    Py_ssize_t fragments_size, pieces_size, block, count;
+    Py_ssize_t fragments_size, pieces_size, step, count, total = 0;
+    unsigned long long block;
     int file, checks, error = 0;
     uint64_t taken = 0, *sums = NULL;
     uint8_t *memory = NULL;
@@ -385,18 +335,18 @@ static PyObject *read_pieces(PyObject *module, PyObject *args)
     PyObject *found = NULL;
     off_t offset = 0;
     (void)module;
-    if (!PyArg_ParseTuple(args, "iy#y#np", &file, &fragments, &fragments_size, &pieces, &pieces_size, &block, &checks))
+    if (!PyArg_ParseTuple(args, "iy#y#npK", &file, &fragments, &fragments_size, &pieces, &pieces_size, &step, &checks, &block))
         return NULL;
     count = fragments_size / (Py_ssize_t)sizeof *all;
-    if (fragments_size % (Py_ssize_t)sizeof *all || pieces_size % (Py_ssize_t)sizeof *needed || block < BEFORE || block % 16) {
-        PyErr_SetString(PyExc_ValueError, "a fragment has three integers, a piece four, and a block 1,088 bytes or more");
+    if (fragments_size % (Py_ssize_t)sizeof *all || pieces_size % (Py_ssize_t)sizeof *needed || step < BEFORE || step % 16 ||
+        (block && (block < LONG || block % 16 || block > PY_SSIZE_T_MAX / 4))) {
+        PyErr_SetString(PyExc_ValueError, "a fragment has three integers, a piece four, a step 1,088 bytes or more, a block 241");
         return NULL;
     }
     all = malloc((size_t)fragments_size + 1);
     needed = malloc((size_t)pieces_size + 1);
-    sums = calloc((size_t)count + 1, sizeof *sums);
-    memory = malloc((size_t)block + BEFORE);
-    if (!all || !needed || !sums || !memory) {
+    memory = malloc((size_t)step + 2 * (size_t)block + BEFORE);
+    if (!all || !needed || !memory) {
         PyErr_NoMemory();
         goto end;
     }
@@ -412,15 +362,26 @@ static PyObject *read_pieces(PyObject *module, PyObject *args)
                 goto refused;
         }
         taken += all[at].pieces;
+        total += (Py_ssize_t)blocks_of(all[at].size, block);
+    }
+    sums = calloc((size_t)total + 1, sizeof *sums);
+    if (!sums) {
+        PyErr_NoMemory();
+        goto end;
     }
     Py_BEGIN_ALLOW_THREADS
     taken = 0;
-    for (Py_ssize_t at = 0; at < count && !error; at++) {
-        error = read_fragment(file, &all[at], needed + taken, memory, (size_t)block, checks, &offset, &sums[at]);
+    for (Py_ssize_t at = 0, place = 0; at < count && !error; at++) {
+        uint64_t blocks = blocks_of(all[at].size, block);
+        if (blocks == 1)
+            error = read_fragment(file, &all[at], needed + taken, memory, (size_t)step, checks, &offset, sums + place);
+        else
+            error = read_in_blocks(file, &all[at], needed + taken, memory, (size_t)step, checks, block, &offset, sums + place);
         taken += all[at].pieces;
+        place += (Py_ssize_t)blocks;
     }
     Py_END_ALLOW_THREADS
-    found = answer(error, offset, sums, count);
+    found = answer(error, offset, sums, total);
     goto end;
 refused:
     PyErr_SetString(PyExc_ValueError, "size, place or kind out of range");
@@ -440,8 +401,8 @@ end:
 
 static PyMethodDef methods[] = {
     {"is_fast", is_fast, METH_NOARGS, "Whether this processor has the instructions that read_parts needs."},
-    {"read_parts", read_parts, METH_VARARGS, "Read adjacent parts of a file; return 64 bits for each: its checksum."},
-    {"read_pieces", read_pieces, METH_VARARGS, "Read fragments of which pieces are needed; return 64 bits for each: its checksum."},
+    {"read_parts", read_parts, METH_VARARGS, "Read adjacent parts of a file; return 64 bits for each of their blocks: its checksum."},
+    {"read_pieces", read_pieces, METH_VARARGS, "Read fragments of which pieces are needed; return 64 bits for each of their blocks: its checksum."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -16,7 +16,7 @@ import torch
 
 from unickpt.base.errors import StorageError
 from unickpt.checkpoint.format.casts import Comparison, comparison, is_dense
-from unickpt.checkpoint.format.checksums import RunningChecksum, fragment_checksum
+from unickpt.checkpoint.format.checksums import LONG_BYTES, RunningBlocks, block_checksums, block_count
 from unickpt.checkpoint.format.dtypes import byte_view
 from unickpt.checkpoint.load.file_blocks import read_blocks
 from unickpt.checkpoint.storage.base import DescriptorReader, Reader
@@ -26,8 +26,7 @@ try:
 except ImportError:
     _checked_read = None  # type: ignore[assignment]
 
-_LEAST_BLOCK_BYTES = 4096
-_LONG_BYTES = 241  # the extension checks ranges from this size on; as LONG in ``_checked_read.c``
+_LEAST_STEP_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class NeededPart:
     """A part of a fragment that is needed.
 
     Attributes:
-        begin_bytes: position in the fragment.
+        begin_bytes: position in what is read of the fragment.
         size_bytes: size in the file.
         target: 1-D CPU tensor that receives the elements as by ``copy_``. Dense.
     """
@@ -60,7 +59,7 @@ class NeededPart:
 
 @dataclass(frozen=True, slots=True)
 class NeededParts:
-    """A fragment and the parts of it that are needed. Its elements are of ``dtype``."""
+    """Blocks of a fragment that are read, and the parts of them that are needed. Their elements are of ``dtype``."""
 
     offset_bytes: int
     size_bytes: int
@@ -70,7 +69,7 @@ class NeededParts:
     def are_castable(self) -> bool:
         """Whether ``read_pieces`` can fill the targets."""
         kinds = all(comparison(self.dtype, piece.target.dtype) is not None and is_dense(piece.target) for piece in self.pieces)
-        return self.size_bytes >= _LONG_BYTES and kinds
+        return self.size_bytes >= LONG_BYTES and kinds
 
 
 def can_read_pieces(reader: Reader) -> bool:
@@ -78,16 +77,19 @@ def can_read_pieces(reader: Reader) -> bool:
     return isinstance(reader, DescriptorReader) and available()
 
 
-def read_pieces(reader: Reader, fragments: Sequence[NeededParts], *, checks: bool = True) -> list[int] | None:
+def read_pieces(
+    reader: Reader, fragments: Sequence[NeededParts], block_bytes: int, *, checks: bool = True
+) -> list[array[int]] | None:
     """Read fragments through a buffer that stays in the cache of the core, and copy what is needed.
 
     Args:
         reader: the open file.
         fragments: castable fragments (``are_castable``), in file order.
+        block_bytes: size of the blocks that have a checksum (``checksums.block_count``).
         checks: compute checksums.
 
     Returns:
-        ``fragment_checksum`` of each fragment; zeros without ``checks``. None if the extension cannot read this file.
+        Checksums of the blocks of each fragment; zeros without ``checks``. None if the extension cannot read this file.
 
     Raises:
         StorageError: the file cannot be read.
@@ -101,11 +103,21 @@ def read_pieces(reader: Reader, fragments: Sequence[NeededParts], *, checks: boo
             kind = comparison(each.dtype, piece.target.dtype)
             assert kind is not None  # ``are_castable``
             pieces.extend((piece.begin_bytes, piece.size_bytes, piece.target.data_ptr(), kind))
-    block = max(reader.block_bytes, _LEAST_BLOCK_BYTES) // 16 * 16
+    step = max(reader.block_bytes, _LEAST_STEP_BYTES) // 16 * 16
     with _errors(reader.path, [each.offset_bytes + each.size_bytes for each in fragments]):
-        found = _checked_read.read_pieces(reader.descriptor, table.tobytes(), pieces.tobytes(), block, checks)
+        found = _checked_read.read_pieces(reader.descriptor, table.tobytes(), pieces.tobytes(), step, checks, block_bytes)
     reader.note(sum(each.size_bytes for each in fragments))
-    return array("Q", found).tolist()
+    return _per_range(array("Q", found), [each.size_bytes for each in fragments], block_bytes)
+
+
+def _per_range(checksums: array[int], sizes_bytes: Sequence[int], block_bytes: int) -> list[array[int]]:
+    """Divide the checksums of all blocks among ranges of these sizes."""
+    found, at = [], 0
+    for size in sizes_bytes:
+        count = block_count(size, block_bytes)
+        found.append(checksums[at : at + count])
+        at += count
+    return found
 
 
 @contextlib.contextmanager
@@ -127,26 +139,33 @@ def available() -> bool:
 
 
 def read_checked(
-    reader: Reader, offset_bytes: int, parts: Sequence[FileRange], *, checks: bool = True, extension: bool = True
-) -> list[int]:
+    reader: Reader,
+    offset_bytes: int,
+    parts: Sequence[FileRange],
+    block_bytes: int,
+    *,
+    checks: bool = True,
+    extension: bool = True,
+) -> list[array[int]]:
     """Read adjacent ranges of a file.
 
     Args:
         reader: the open file.
         offset_bytes: position of the first range.
         parts: the ranges, in file order.
+        block_bytes: size of the blocks that have a checksum (``checksums.block_count``).
         checks: compute checksums.
         extension: use the extension if it is there.
 
     Returns:
-        ``fragment_checksum`` of each range; zeros without ``checks``.
+        Checksums of the blocks of each range; zeros without ``checks``.
 
     Raises:
         StorageError: the file cannot be read.
     """
     if extension and isinstance(reader, DescriptorReader) and available():
-        return _by_extension(reader, offset_bytes, parts, checks=checks)
-    return _by_python(reader, offset_bytes, parts, checks=checks)
+        return _by_extension(reader, offset_bytes, parts, block_bytes, checks=checks)
+    return _by_python(reader, offset_bytes, parts, block_bytes, checks=checks)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -154,7 +173,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(byte_view(tensor).numpy().data)
 
 
-def _by_extension(reader: DescriptorReader, offset_bytes: int, parts: Sequence[FileRange], *, checks: bool) -> list[int]:
+def _by_extension(
+    reader: DescriptorReader, offset_bytes: int, parts: Sequence[FileRange], block_bytes: int, *, checks: bool
+) -> list[array[int]]:
     table, later = array("Q"), list[FileRange]()
     for part in parts:
         second, kind = part.second, Comparison.NOTHING
@@ -164,30 +185,33 @@ def _by_extension(reader: DescriptorReader, offset_bytes: int, parts: Sequence[F
                 later.append(part)
         place = 0 if second is None else second.data_ptr()
         table.extend((part.target.data_ptr(), part.target.nbytes, place, kind))
-    size = sum(part.target.nbytes for part in parts)
-    with _errors(reader.path, [offset_bytes + size]):
-        found = _checked_read.read_parts(reader.descriptor, offset_bytes, table.tobytes(), reader.block_bytes, checks)
-    reader.note(size)
+    sizes = [part.target.nbytes for part in parts]
+    with _errors(reader.path, [offset_bytes + sum(sizes)]):
+        found = _checked_read.read_parts(
+            reader.descriptor, offset_bytes, table.tobytes(), reader.block_bytes, checks, block_bytes
+        )
+    reader.note(sum(sizes))
     for part in later:
         assert part.second is not None
         part.second.copy_(part.target)
-    sums = array("Q", found).tolist()
+    sums = _per_range(array("Q", found), sizes, block_bytes)
     for at, part in enumerate(parts) if checks else ():
-        if part.target.nbytes < _LONG_BYTES:
-            sums[at] = fragment_checksum(bytes_of(part.target))
+        if sizes[at] < LONG_BYTES:
+            sums[at] = block_checksums(bytes_of(part.target), block_bytes)
     return sums
 
 
-def _by_python(reader: Reader, offset_bytes: int, parts: Sequence[FileRange], *, checks: bool) -> list[int]:
-    sums, running = [0] * len(parts), RunningChecksum()
+def _by_python(
+    reader: Reader, offset_bytes: int, parts: Sequence[FileRange], block_bytes: int, *, checks: bool
+) -> list[array[int]]:
+    running = [RunningBlocks(part.target.nbytes, block_bytes) for part in parts]
     views = [(at, bytes_of(part.target)) for at, part in enumerate(parts)]
     for block in read_blocks(reader, offset_bytes, views, reader.block_bytes):
         for at, view, last in block:
             if checks:
-                running.update(view)
+                running[at].update(view)
             second = parts[at].second
             if last and second is not None:
                 second.copy_(parts[at].target)
-            if last and checks:
-                sums[at], running = running.value(), RunningChecksum()
-    return sums
+    none = [array("Q", bytes(8 * block_count(part.target.nbytes, block_bytes))) for part in parts]
+    return [each.value() for each in running] if checks else none

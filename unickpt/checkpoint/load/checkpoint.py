@@ -29,6 +29,7 @@ from unickpt.checkpoint.format.layout import SHARED_PREFIX, SHARED_TENSORS_PREFI
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE, Manifest
 from unickpt.checkpoint.load import shared_read
 from unickpt.checkpoint.load.fragments import Request, files_of
+from unickpt.checkpoint.load.needed_blocks import BlockTables
 from unickpt.checkpoint.load.read_plan import ReadPlan, Target, plan_reads
 from unickpt.checkpoint.load.reader import ReadStats, are_cached, execute
 from unickpt.checkpoint.load.validation import check_files, check_header, read_index
@@ -47,19 +48,16 @@ class Planned:
     Attributes:
         requests: regions to fill.
         plan: fragments that serve the requests.
+        shareable: rows of the fragments that are needed for the most part, int64, sorted.
         size_bytes: total size of these fragments.
         cached: the page cache holds most of them. Unknown, so False, for a small plan.
     """
 
     requests: Sequence[Request]
     plan: ReadPlan
+    shareable: Ints
     size_bytes: int
     cached: bool = False
-
-    @property
-    def rows(self) -> Ints:
-        """Rows of the index that the plan reads, int64, sorted."""
-        return self.plan.rows()
 
 
 @dataclass(frozen=True)
@@ -107,6 +105,11 @@ class Checkpoint:
         check_files(storage, manifest)
         index = read_index(storage, manifest)
         return cls(storage, manifest, index, index.ids())
+
+    @cached_property
+    def tables(self) -> BlockTables:
+        """Checksums of the blocks of its fragments."""
+        return BlockTables.of(self.manifest)
 
     @property
     def identity(self) -> str:
@@ -169,8 +172,9 @@ class Checkpoint:
             if name not in self._checked:
                 check_header(self.storage, self.manifest.file(name))
                 self._checked.add(name)
-        size = int(self.index.size_bytes()[plan.rows()].sum())
-        return Planned(requests, plan, size, size >= _LARGE_BYTES and are_cached(self.storage, self.index, plan))
+        shareable = plan.mostly_needed(self.index)
+        size = int(self.index.size_bytes()[shareable].sum())
+        return Planned(requests, plan, shareable, size, size >= _LARGE_BYTES and are_cached(self.storage, self.index, plan))
 
     def fill(self, planned: Planned, *, verify: str = "always", host_peers: HostPeers | None = None) -> ReadStats:
         """Fill the output tensors of planned requests.
@@ -178,8 +182,8 @@ class Checkpoint:
         Args:
             planned: return value of ``plan``.
             verify: as for ``read``.
-            host_peers: ranks of the same host that load at the same time. A fragment that several of them need is read once,
-                unless all of them find their data in the page cache.
+            host_peers: ranks of the same host that load at the same time. A fragment that several of them need, most of it, is
+                read once, unless all of them find their data in the page cache.
 
         Raises:
             CorruptCheckpointError, StorageError: as for ``read``.
@@ -190,7 +194,7 @@ class Checkpoint:
         if host_peers is not None and shared_read.is_faster(self.index, host_peers):
             stats, plan = shared_read.execute(self.storage, self.index, plan, planned.requests, host_peers, verify=verify)
         ranks = 1 if host_peers is None else len(host_peers.ranks)
-        rest = execute(self.storage, self.index, plan, planned.requests, verify=verify, ranks=ranks)
+        rest = execute(self.storage, self.index, plan, planned.requests, tables=self.tables, verify=verify, ranks=ranks)
         stats.bytes_read += rest.bytes_read
         stats.bytes_needed += rest.bytes_needed
         stats.seconds = time.monotonic() - begin
@@ -207,7 +211,7 @@ class Checkpoint:
         plan = plan_reads(self.index, [Target(r.tensor_id, r.box) for r in requests])
         if not are_cached(self.storage, self.index, plan):
             return False
-        execute(self.storage, self.index, plan, requests, ranks=ranks)
+        execute(self.storage, self.index, plan, requests, tables=self.tables, ranks=ranks)
         return True
 
     def read_tensor(self, name: str, state: str, *, verify: str = "always") -> torch.Tensor:
@@ -234,7 +238,7 @@ class Checkpoint:
         Args:
             info: tensor of this checkpoint's index.
             box: region of the tensor.
-            verify: as for ``read``. ``always`` reads every fragment that overlaps the box in full.
+            verify: as for ``read``.
 
         Returns:
             1-D tensor ``[box.numel]`` in row-major order, in the tensor's dtype, on the CPU. A derived tensor is cast.

@@ -6,6 +6,7 @@ pieces are copied, which are contiguous in the fragment and in the output, or re
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -56,7 +57,17 @@ class Use:
 
 @dataclass(slots=True)
 class Fragment:
-    """A fragment of a file, and the requests that need it."""
+    """A fragment of a file, or a part of it of whole blocks, and the requests that need it.
+
+    Attributes:
+        row: row of the index.
+        info: its tensor.
+        box: box of the whole fragment.
+        offset: position of the whole fragment in the file, in bytes.
+        size_bytes, checksum: of the whole fragment, as in the index.
+        lo, hi: the bytes ``[lo, hi)`` of the fragment are read.
+        expected: checksums of the blocks in ``[lo, hi)``. None for a whole fragment: ``checksum`` is that of all blocks.
+    """
 
     row: int
     info: TensorInfo
@@ -64,14 +75,28 @@ class Fragment:
     offset: int
     size_bytes: int
     checksum: int
+    lo: int
+    hi: int
     uses: list[Use] = field(default_factory=list)
+    expected: array[int] | None = None
     direct: torch.Tensor | None = None  # part of an output that the whole fragment fills byte for byte
     second: torch.Tensor | None = None  # part of another output that receives the cast of the whole fragment
     pieces: NeededParts | None = None  # if it is not direct: its parts that fill dense parts of outputs, with a cast
 
     @property
+    def begin(self) -> int:
+        """Position in the file of the first byte that is read."""
+        return self.offset + self.lo
+
+    @property
     def end(self) -> int:
-        return self.offset + self.size_bytes
+        """Position in the file of the end of what is read."""
+        return self.offset + self.hi
+
+    @property
+    def read_bytes(self) -> int:
+        """Size of what is read."""
+        return self.hi - self.lo
 
 
 def by_file(index: Index, plan: ReadPlan, requests: Sequence[Request]) -> Iterator[tuple[str, list[Fragment]]]:
@@ -95,6 +120,8 @@ def by_file(index: Index, plan: ReadPlan, requests: Sequence[Request]) -> Iterat
                     int(index.offset_bytes[row]),
                     int(sizes[row]),
                     int(index.checksum[row]),
+                    0,
+                    int(sizes[row]),
                 )
             )
         request = requests[targets[at]]
@@ -121,12 +148,12 @@ def batches_of(fragments: Iterable[Fragment], *, with_pieces: bool) -> Iterator[
         fragment.direct, fragment.second = _places(fragment)
         if fragment.direct is None and with_pieces:
             fragment.pieces = _pieces(fragment)
-        room = size + fragment.size_bytes <= _BATCH_BYTES and len(batch) < _BATCH_PARTS
+        room = size + fragment.read_bytes <= _BATCH_BYTES and len(batch) < _BATCH_PARTS
         if batch and not (room and _joins(batch[-1], fragment)):
             yield batch
             batch, size = [], 0
         batch.append(fragment)
-        size += fragment.size_bytes
+        size += fragment.read_bytes
     if batch:
         yield batch
 
@@ -135,7 +162,7 @@ def _joins(before: Fragment, fragment: Fragment) -> bool:
     """Whether one call can read both fragments."""
     if before.direct is None:
         return before.pieces is not None and fragment.pieces is not None
-    return fragment.direct is not None and before.end == fragment.offset
+    return fragment.direct is not None and before.end == fragment.begin
 
 
 def _pieces(fragment: Fragment) -> NeededParts | None:
@@ -148,8 +175,9 @@ def _pieces(fragment: Fragment) -> NeededParts | None:
         if source is None or place is None or not out.is_contiguous():
             return None
         target = out.detach().view(-1)[place[0] : place[1]]
-        found.append(NeededPart(source[0] * dtype.itemsize, (source[1] - source[0]) * dtype.itemsize, target))
-    pieces = NeededParts(fragment.offset, fragment.size_bytes, dtype, found)
+        begin, size = source[0] * dtype.itemsize - fragment.lo, (source[1] - source[0]) * dtype.itemsize
+        found.append(NeededPart(begin, size, target))
+    pieces = NeededParts(fragment.begin, fragment.read_bytes, dtype, found)
     return pieces if pieces.are_castable() else None
 
 
@@ -179,7 +207,7 @@ def _place(fragment: Fragment, use: Use) -> torch.Tensor | None:
 
 def span_of(batch: list[Fragment]) -> tuple[int, int]:
     """Return offset and size of the part of a file that a batch covers, in bytes."""
-    return batch[0].offset, batch[-1].end - batch[0].offset
+    return batch[0].begin, batch[-1].end - batch[0].begin
 
 
 def wanted_of(fragment: Fragment) -> list[tuple[Use, Box]]:

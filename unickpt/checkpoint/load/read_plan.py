@@ -51,6 +51,23 @@ class ReadPlan:
         """Return the rows of the index that the plan reads, int64, sorted and unique."""
         return np.unique(self.fragment)
 
+    def mostly_needed(self, index: Index) -> Ints:
+        """Return the rows, int64, sorted and unique, of which the plan needs more than half of the blocks, or the only one."""
+        if not len(self.fragment):
+            return self.fragment
+        first = np.flatnonzero(np.diff(self.fragment, prepend=-1))
+        rows = self.fragment[first]
+        near = index.take(self.fragment)
+        begin, last = np.zeros(len(near.start), np.int64), np.zeros(len(near.start), np.int64)
+        for dim in range(index.ndim):
+            begin = begin * near.shape[:, dim] + self.start[:, dim] - near.start[:, dim]
+            last = last * near.shape[:, dim] + self.start[:, dim] + self.shape[:, dim] - 1 - near.start[:, dim]
+        item = index.itemsizes()[near.tensor[first]]
+        needed = (np.maximum.reduceat(last, first) + 1 - np.minimum.reduceat(begin, first)) * item
+        size = near.size_bytes[first]
+        whole = (size < 2 * index.block_bytes) if index.block_bytes else np.ones(len(size), bool)
+        return np.sort(rows[whole | (2 * needed > size)])
+
     def only(self, rows: Ints, *, without: bool = False) -> ReadPlan:
         """Return the part of the plan that reads the given rows of the index; with ``without`` the other part."""
         keep = np.isin(self.fragment, rows, invert=without)

@@ -1,16 +1,17 @@
 """Execute a read plan: in parallel, each byte at most once, directly into the output where possible.
 
 A fragment that is needed whole, in its stored dtype and contiguous in the output, is read directly into the output. Every
-other fragment goes block by block through a buffer of at most 1 MiB per thread, or for outputs on a device through two of 8 MiB
-(``scratch.py``). Its checksum is computed from the same blocks while they are in the cache. If the page cache holds the file,
-blocks fit into the cache of one core.
+other fragment goes step by step through a buffer of at most 1 MiB per thread, or for outputs on a device through two of 8 MiB
+(``scratch.py``). Its checksums are computed from the same bytes while they are in the cache. If the page cache holds the file,
+a step fits into the cache of one core. Of a fragment that is needed in part, the blocks that are needed are read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,7 +21,7 @@ import torch
 
 from unickpt.base.errors import CorruptCheckpointError
 from unickpt.checkpoint.format.boxes import Box
-from unickpt.checkpoint.format.checksums import RunningChecksum
+from unickpt.checkpoint.format.checksums import RunningBlocks, combined
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.index import Index
 from unickpt.checkpoint.load.checked_read import FileRange, bytes_of, can_read_pieces, read_checked, read_pieces
@@ -36,8 +37,9 @@ from unickpt.checkpoint.load.fragments import (
     span_of,
     wanted_of,
 )
+from unickpt.checkpoint.load.needed_blocks import BlockTables, in_parts
 from unickpt.checkpoint.load.read_plan import ReadPlan
-from unickpt.checkpoint.load.scratch import Scratch, Scratches
+from unickpt.checkpoint.load.scratch import Scratches
 from unickpt.checkpoint.storage.base import CachedReader, Reader, Storage
 
 T = TypeVar("T")
@@ -67,7 +69,14 @@ class ReadStats:
 
 
 def execute(
-    storage: Storage, index: Index, plan: ReadPlan, requests: Sequence[Request], *, verify: str = "always", ranks: int = 1
+    storage: Storage,
+    index: Index,
+    plan: ReadPlan,
+    requests: Sequence[Request],
+    *,
+    tables: BlockTables | None = None,
+    verify: str = "always",
+    ranks: int = 1,
 ) -> ReadStats:
     """Fill the outputs of all requests.
 
@@ -76,8 +85,9 @@ def execute(
         index: index of the checkpoint.
         plan: read plan. Its targets are the requests.
         requests: regions and outputs.
-        verify: ``always`` reads and checks every needed fragment as a whole. ``sampled`` skips this for most fragments that
-            are needed in part. ``off`` checks nothing.
+        tables: checksums of the blocks of fragments. None: every fragment is read as a whole to be checked.
+        verify: ``always`` checks everything that is read. ``sampled`` skips this for most fragments that are needed in part.
+            ``off`` checks nothing.
         ranks: ranks of this host that read at the same time.
 
     Returns:
@@ -95,26 +105,40 @@ def execute(
                 work: list[tuple[Reader, Sequence[list[Fragment]], ReadTurn]] = []
                 for name, fragments in names[at : at + OPEN_FILES]:
                     reader = files.enter_context(storage.reader(name))
-                    batches = batches_of(fragments, with_pieces=can_read_pieces(reader))
+                    stats.bytes_needed += sum(map(needed_bytes, fragments))
+                    parts: Iterable[Fragment] = fragments
+                    if tables is not None and verify == "always":
+                        parts = in_parts(fragments, name, reader, tables, index.block_bytes)
+                    batches = batches_of(parts, with_pieces=can_read_pieces(reader))
                     turns = in_turns(reader, batches, span_of, cores)
                     work += [(reader, ranges, turn) for ranges, turn in turns]
                 alone = core_count(ranks) == 1 and all(each[2] is cores for each in work)
-                for read, needed in _run(work, verify, scratches, alone=alone):
-                    stats.bytes_read += read
-                    stats.bytes_needed += needed
+                how = _How(verify, index.block_bytes, scratches)
+                stats.bytes_read += sum(_run(work, how, alone=alone))
     return stats
 
 
-def _run(
-    work: Sequence[tuple[Reader, Sequence[list[Fragment]], ReadTurn]], verify: str, scratches: Scratches, *, alone: bool
-) -> Iterator[tuple[int, int]]:
-    """Read batches, in a pool of threads. What one thread does best is done by the caller's (``alone``), and what is small."""
+@dataclass(frozen=True, slots=True)
+class _How:
+    """How batches are read: what is checked, in blocks of which size, and the buffers."""
+
+    verify: str
+    block_bytes: int
+    scratches: Scratches
+
+
+def _run(work: Sequence[tuple[Reader, Sequence[list[Fragment]], ReadTurn]], how: _How, *, alone: bool) -> Iterator[int]:
+    """Read batches, in a pool of threads. What one thread does best is done by the caller's (``alone``), and what is small.
+
+    Yields:
+        Bytes read.
+    """
     near = len(work) == 1 or all(isinstance(reader, CachedReader) for reader, _, _ in work)
     if alone or (near and sum(span_of(batch)[1] for _, batches, _ in work for batch in batches) < _ALONE_BYTES):
-        yield from (_read(reader, batches, verify, turn, scratches) for reader, batches, turn in work)
+        yield from (_read(reader, batches, how, turn) for reader, batches, turn in work)
         return
     with ThreadPoolExecutor(min(THREADS, len(work)), "unickpt-read") as pool:
-        yield from results([pool.submit(_read, reader, batches, verify, turn, scratches) for reader, batches, turn in work])
+        yield from results([pool.submit(_read, reader, batches, how, turn) for reader, batches, turn in work])
 
 
 @contextlib.contextmanager
@@ -164,76 +188,74 @@ def are_cached(storage: Storage, index: Index, plan: ReadPlan) -> bool:
     return True
 
 
-def _read(
-    reader: Reader, batches: Sequence[list[Fragment]], verify: str, turn: ReadTurn, scratches: Scratches
-) -> tuple[int, int]:
-    """Read batches in order. Return bytes read and bytes needed."""
-    read = needed = 0
+def _read(reader: Reader, batches: Sequence[list[Fragment]], how: _How, turn: ReadTurn) -> int:
+    """Read batches in order. Return the bytes read."""
+    read = 0
     with turn:
         for batch in batches:
-            needed += sum(map(needed_bytes, batch))
             if batch[0].direct is not None:
-                _read_in_place(reader, batch, verify)
-                read += sum(fragment.size_bytes for fragment in batch)
-            elif verify == "always" and _read_pieces(reader, batch):
-                read += sum(fragment.size_bytes for fragment in batch)
+                _read_in_place(reader, batch, how)
+                read += sum(fragment.read_bytes for fragment in batch)
+            elif how.verify == "always" and _read_pieces(reader, batch, how):
+                read += sum(fragment.read_bytes for fragment in batch)
             else:
-                read += sum(_read_through_scratch(reader, fragment, verify, scratches.mine()) for fragment in batch)
-    return read, needed
+                read += sum(_read_through_scratch(reader, fragment, how) for fragment in batch)
+    return read
 
 
-def _read_in_place(reader: Reader, batch: list[Fragment], verify: str) -> None:
+def _read_in_place(reader: Reader, batch: list[Fragment], how: _How) -> None:
     """Read adjacent fragments into their outputs, and check them."""
+    checks = how.verify != "off"
     parts = [FileRange(fragment.direct, fragment.second) for fragment in batch if fragment.direct is not None]
-    sums = read_checked(reader, batch[0].offset, parts, checks=verify != "off")
-    for fragment, found in zip(batch, sums, strict=True) if verify != "off" else ():
-        check(fragment, found, reader.path)
+    sums = read_checked(reader, batch[0].begin, parts, how.block_bytes, checks=checks)
+    for fragment, found in zip(batch, sums, strict=True) if checks else ():
+        check(fragment, found, how.block_bytes, reader.path)
 
 
-def _read_pieces(reader: Reader, batch: list[Fragment]) -> bool:
+def _read_pieces(reader: Reader, batch: list[Fragment], how: _How) -> bool:
     """Read fragments and copy their pieces, and check them. Return whether that is possible."""
     pieces = [fragment.pieces for fragment in batch if fragment.pieces is not None]
-    sums = read_pieces(reader, pieces) if len(pieces) == len(batch) else None
+    sums = read_pieces(reader, pieces, how.block_bytes) if len(pieces) == len(batch) else None
     if sums is None:
         return False
     for fragment, found in zip(batch, sums, strict=True):
-        check(fragment, found, reader.path)
+        check(fragment, found, how.block_bytes, reader.path)
     return True
 
 
-def _read_through_scratch(reader: Reader, fragment: Fragment, verify: str, scratch: Scratch) -> int:
-    """Read a fragment block by block and return the bytes read.
+def _read_through_scratch(reader: Reader, fragment: Fragment, how: _How) -> int:
+    """Read a fragment step by step and return the bytes read.
 
-    A whole fragment is read and its checksum checked, or, without a check, what is from the first needed element to the last.
+    It is read with its checksums checked, or, without a check, what is from the first needed element to the last.
     """
-    whole = verify == "always" or (verify == "sampled" and fragment.checksum % _SAMPLE == 0)
+    scratch = how.scratches.mine()
+    checks = how.verify == "always" or (how.verify == "sampled" and fragment.checksum % _SAMPLE == 0)
     dtype = torch_dtype(fragment.info.dtype)
-    running = RunningChecksum()
+    running = RunningBlocks(fragment.read_bytes, how.block_bytes)
     wanted = wanted_of(fragment)
     read = 0
     step = max(max(reader.block_bytes, scratch.block_bytes) // dtype.itemsize, 1)
-    for lo, hi in _ranges(wanted, fragment.box.shape, fragment.box.numel, step, whole=whole):
+    for lo, hi in _ranges(wanted, fragment, step, checks=checks):
         block = scratch.take(dtype, hi - lo)
         view = bytes_of(block)
         reader.read_into([view], fragment.offset + lo * dtype.itemsize)
         read += len(view)
-        if whole:
+        if checks:
             running.update(view)
         with scratch.copying():
             deliver_to(wanted, fragment, lo, block, scratch.copy)
-    if whole:
-        check(fragment, running.value(), reader.path)
+    if checks:
+        check(fragment, running.value(), how.block_bytes, reader.path)
     return read
 
 
-def _ranges(
-    wanted: list[tuple[Use, Box]], shape: tuple[int, ...], count: int, step: int, *, whole: bool
-) -> Iterator[tuple[int, int]]:
+def _ranges(wanted: list[tuple[Use, Box]], fragment: Fragment, step: int, *, checks: bool) -> Iterator[tuple[int, int]]:
     """Yield the flat element ranges of a fragment to read, at most ``step`` elements each."""
-    first, last = 0, count
-    if not whole:
-        first = min(_flat(inner.start, shape) for _, inner in wanted)
-        last = max(_flat(tuple(stop - 1 for stop in inner.stop), shape) + 1 for _, inner in wanted)
+    item = torch_dtype(fragment.info.dtype).itemsize
+    first, last = fragment.lo // item, fragment.hi // item
+    if not checks:
+        first = min(_flat(inner.start, fragment.box.shape) for _, inner in wanted)
+        last = max(_flat(tuple(stop - 1 for stop in inner.stop), fragment.box.shape) + 1 for _, inner in wanted)
     for lo in range(first, last, step):
         yield lo, min(lo + step, last)
 
@@ -245,14 +267,19 @@ def _flat(position: tuple[int, ...], shape: tuple[int, ...]) -> int:
     return at
 
 
-def check(fragment: Fragment, checksum: int, path: str) -> None:
-    """Compare a checksum with the index.
+def check(fragment: Fragment, found: array[int], block_bytes: int, path: str) -> None:
+    """Compare the checksums of the blocks that were read with those that they must have.
 
     Raises:
         CorruptCheckpointError: they differ.
     """
-    if checksum != fragment.checksum:
-        raise CorruptCheckpointError(
-            f"{path}: checksum of {fragment.info.name} ({fragment.info.state}) {fragment.box} differs from the index: "
-            f"the file is damaged at bytes {fragment.offset:,} to {fragment.end:,}"
-        ).about(file=path, tensor=fragment.info.name)
+    if combined(found) == fragment.checksum if fragment.expected is None else found == fragment.expected:
+        return
+    lo, hi = fragment.lo, fragment.hi
+    if fragment.expected is not None:
+        wrong = [at for at, (a, b) in enumerate(zip(found, fragment.expected, strict=True)) if a != b]
+        lo, hi = lo + wrong[0] * block_bytes, hi if wrong[-1] == len(found) - 1 else lo + (wrong[-1] + 1) * block_bytes
+    raise CorruptCheckpointError(
+        f"{path}: checksum of {fragment.info.name} ({fragment.info.state}) {fragment.box} differs from the index: "
+        f"the file is damaged at bytes {fragment.offset + lo:,} to {fragment.offset + hi:,}"
+    ).about(file=path, tensor=fragment.info.name)

@@ -138,7 +138,7 @@ class Together:
             error = err
         failures, opener = host_peers_module.prepare_peers(
             self.exchange,
-            None if planned is None else planned.rows,
+            None if planned is None else planned.shareable,
             self._failure(error),
             identity=opened,
             wanted_bytes=0 if planned is None else planned.size_bytes,

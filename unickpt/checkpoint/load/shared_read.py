@@ -23,7 +23,7 @@ import torch
 
 from unickpt.base.arrays import Ints
 from unickpt.checkpoint.coordination.host_peers import CONSUMED, READY, HostPeers
-from unickpt.checkpoint.format.checksums import RunningChecksum
+from unickpt.checkpoint.format.checksums import RunningBlocks
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.index import Index
 from unickpt.checkpoint.load.file_blocks import in_turns, read_blocks
@@ -238,7 +238,7 @@ class _Reading:
         self, storage: Storage, index: Index, mine: dict[int, Fragment], verify: str, pool: ThreadPoolExecutor
     ) -> None:
         self._storage, self._index, self._mine, self._verify, self._pool = storage, index, mine, verify, pool
-        self._running: dict[int, RunningChecksum] = {}
+        self._running: dict[int, RunningBlocks] = {}
         self._files, self._file = contextlib.ExitStack(), -1
         self._open: Reader | None = None
 
@@ -332,10 +332,10 @@ class _Reading:
         The blocks of a fragment come in order, at most one per round.
         """
         fragment = self._mine[block.row]
-        running = self._running.pop(block.row, None) or RunningChecksum()
+        running = self._running.pop(block.row, None) or RunningBlocks(fragment.size_bytes, self._index.block_bytes)
         running.update(part)
         if last and block.hi == fragment.size_bytes:
-            check(fragment, running.value(), path)
+            check(fragment, running.value(), self._index.block_bytes, path)
         else:
             self._running[block.row] = running
 

@@ -11,7 +11,7 @@ import numpy as np
 from unickpt.base.errors import CorruptCheckpointError, CoverageError, FormatError, StorageError, UnsafePathError
 from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.format import index as index_module
-from unickpt.checkpoint.format.checksums import RunningChecksum, RunningDigest
+from unickpt.checkpoint.format.checksums import RunningBlocks, RunningDigest, combined
 from unickpt.checkpoint.format.index import Index
 from unickpt.checkpoint.format.layout import fragment_key
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE, FileRecord, Manifest
@@ -158,10 +158,10 @@ def _damaged_fragments(storage: Storage, record: FileRecord, index: Index) -> li
     with storage.reader(record.path) as reader:
         for row in _rows_of_file(index, record.path):
             offset, size = int(index.offset_bytes[row]), int(sizes[row])
-            running = RunningChecksum()
+            running = RunningBlocks(size, index.block_bytes)
             for block in _blocks(reader, offset, size):
                 running.update(block)
-            if running.value() != int(index.checksum[row]):
+            if combined(running.value()) != int(index.checksum[row]):
                 info = index.tensors[int(index.tensor[row])]
                 problems.append(
                     f"{path}: {info.name} ({info.state}) {index.box(row)} is damaged (bytes {offset:,} to {offset + size:,})"

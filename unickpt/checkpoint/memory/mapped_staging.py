@@ -18,6 +18,7 @@ import torch
 
 from unickpt.base.errors import StorageError
 from unickpt.base.private_files import no_room
+from unickpt.checkpoint.format.block_table import TABLE_KEY, room_bytes
 from unickpt.checkpoint.format.file_names import DATA_FORMAT
 from unickpt.checkpoint.format.layout import fragment_key
 from unickpt.checkpoint.format.safetensors_header import MAX_HEADER_BYTES, build_header
@@ -104,10 +105,10 @@ class MappedBuffer(StagingBuffer):
         self._slots = slots
 
     def fill(self, shards: Sequence[Shard], *, lead_bytes: int = 0, late: bool = False) -> Staged | None:
-        """As ``StagingBuffer.fill``. The data begin behind the space that the header of all shards needs."""
+        """As ``StagingBuffer.fill``. There is space for the header of all shards in front, and for their table behind."""
         assert not lead_bytes  # nothing is written ahead: a generation is in memory as a whole
         head = header_space(shards)
-        self.tensor = self._slots.map(head + self.capacity_bytes).tensor
+        self.tensor = self._slots.map(head + self.capacity_bytes + room_bytes(self.capacity_bytes)).tensor
         return super().fill(shards, lead_bytes=head, late=late)
 
     def _beyond(self, like: torch.Tensor) -> torch.Tensor:
@@ -122,7 +123,7 @@ def header_space(shards: Sequence[Shard]) -> int:
 
     Training waits, so it is a bound: encoding the header takes 20 times as long.
     """
-    size = _METADATA_BYTES
+    size = _METADATA_BYTES + _ENTRY_BYTES + len(TABLE_KEY)
     for shard in shards:
         tensor = shard.tensor
         size += _ENTRY_BYTES + _text_bytes(tensor.name) + _text_bytes(tensor.state) + _DIMENSION_BYTES * len(shard.box.shape)
@@ -137,9 +138,9 @@ def _text_bytes(text: str) -> int:
 
 def _exact_space(shards: Sequence[Shard]) -> int:
     metadata = {"format": DATA_FORMAT, "rank": "0" * _STEP_DIGITS, "step": "0" * _STEP_DIGITS}
-    _, header = build_header(
-        ((fragment_key(s.tensor, s.box), s.tensor.dtype, s.box.shape) for s in shards), metadata, alignment=BLOCK_BYTES
-    )
+    slots = [(fragment_key(s.tensor, s.box), s.tensor.dtype, s.box.shape) for s in shards]
+    slots.append((TABLE_KEY, "U8", (room_bytes(sum(s.size_bytes for s in shards)),)))
+    _, header = build_header(slots, metadata, alignment=BLOCK_BYTES)
     return header.header_bytes
 
 
@@ -221,7 +222,7 @@ class MappedSlots:
 
 
 class InPlaceSink:
-    """Sink of a data file whose data lie in the memory of the file already. Only the header is copied.
+    """Sink of a data file whose data lie in the memory of the file already. Only the header and the table are copied.
 
     Attributes:
         size_bytes: bytes written so far.
@@ -234,14 +235,16 @@ class InPlaceSink:
         """Append parts.
 
         Raises:
-            StorageError: a part other than the header lies elsewhere.
+            StorageError: there is no room for a part, or it lies at another place of this memory.
         """
+        begin = self._memory.data_ptr()
+        end = begin + len(self._memory)
         for part in parts:
-            place = self._memory.data_ptr() + self.size_bytes
-            if self.size_bytes + len(part) > len(self._memory):
+            place = begin + self.size_bytes
+            if place + len(part) > end:
                 raise StorageError(f"a file in memory has room for {len(self._memory):,} bytes, but more are written")
-            if len(part) and address_of(part) != place:
-                if self.size_bytes:
+            if len(part) and (address := address_of(part)) != place:
+                if begin <= address < end:
                     raise StorageError(f"data of a file in memory do not lie at byte {self.size_bytes:,} of it")
-                ctypes.memmove(place, address_of(part), len(part))
+                ctypes.memmove(place, address, len(part))
             self.size_bytes += len(part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,9 +12,18 @@ from dataclasses import dataclass
 import torch
 
 from unickpt.base.errors import CoverageError
+from unickpt.checkpoint.format import block_table
 from unickpt.checkpoint.format import rank_rows as rows_module
 from unickpt.checkpoint.format.casts import is_dense
-from unickpt.checkpoint.format.checksums import RunningChecksum, RunningDigest, digest
+from unickpt.checkpoint.format.checksums import (
+    BLOCK_BYTES,
+    RunningDigest,
+    block_checksums,
+    block_count,
+    block_range,
+    combined,
+    digest,
+)
 from unickpt.checkpoint.format.dtypes import byte_view
 from unickpt.checkpoint.format.file_names import DATA_FORMAT
 from unickpt.checkpoint.format.index import FragmentRow, TensorInfo
@@ -21,12 +31,13 @@ from unickpt.checkpoint.format.layout import fragment_key
 from unickpt.checkpoint.format.manifest import FileRecord
 from unickpt.checkpoint.format.safetensors_header import build_header
 from unickpt.checkpoint.save.shards import Prepared, Shard
+from unickpt.checkpoint.storage import direct_io
 from unickpt.checkpoint.storage.base import Sink, Storage
-from unickpt.checkpoint.storage.direct_io import BLOCK_BYTES, address_of
+from unickpt.checkpoint.storage.direct_io import address_of
 
 _BATCH_BYTES = 32 << 20
 _BATCH_PARTS = 512  # below IOV_MAX
-_CHECKED_BYTES = 2 << 20  # larger blocks leave the cache; smaller ones take the interpreter's lock more often
+_CHECKED_BLOCKS = 32  # more leave the cache of the core; fewer take the interpreter's lock more often
 
 
 class Pace:
@@ -97,15 +108,20 @@ class DataFile:
     """
 
     def __init__(self, sink: Sink, shards: Sequence[Shard], *, rank: int, step: int, pace: Pace, header_bytes: int = 0) -> None:
+        slots = [(fragment_key(s.tensor, s.box), s.tensor.dtype, s.box.shape) for s in shards]
+        self._table_bytes = block_table.table_bytes(s.size_bytes for s in shards)
+        if self._table_bytes:
+            slots.append((block_table.TABLE_KEY, "U8", (self._table_bytes,)))
         self._head, self._header = build_header(
-            ((fragment_key(s.tensor, s.box), s.tensor.dtype, s.box.shape) for s in shards),
+            slots,
             {"format": DATA_FORMAT, "rank": str(rank), "step": str(step)},
-            alignment=BLOCK_BYTES,
+            alignment=direct_io.BLOCK_BYTES,
             least_bytes=header_bytes,
         )
         self._sink, self._pace = sink, pace
         self._whole = RunningDigest()
         self.rows: list[FragmentRow] = []
+        self._blocks: list[tuple[int, array[int]]] = []  # position and checksums of fragments of several blocks
         self._batch: list[MemoryRun] = []
         self._batch_bytes = 0
         self._whole.update(self._head)
@@ -119,7 +135,7 @@ class DataFile:
         return self._header.header_bytes + (slots[done - 1].end_byte if done else 0)
 
     def write(self, shards: Sequence[Shard]) -> None:
-        """Append the next shards and pass all of them to the sink.
+        """Append the next shards and pass all of them to the sink, after the last shard with the table of block checksums.
 
         Shards that are adjacent in memory are written as one part.
 
@@ -132,20 +148,27 @@ class DataFile:
             if len(data) != slot.end_byte - slot.begin_byte:
                 raise CoverageError(f"{slot.name}: {len(data)} bytes, expected {slot.end_byte - slot.begin_byte} for its box")
             offset = self._header.header_bytes + slot.begin_byte
-            self.rows.append(FragmentRow(shard.tensor, shard.box, offset, self._checksummed(data)))
+            checksums = self._checksummed(data)
+            self.rows.append(FragmentRow(shard.tensor, shard.box, offset, combined(checksums)))
+            if len(checksums) > 1:
+                self._blocks.append((offset, checksums))
             step = self._pace.batch_bytes
             for at in range(0, len(data), step):
                 self._put(data[at : at + step])
+        if self._table_bytes and len(self.rows) + 1 == len(self._header.slots):
+            table = block_table.to_bytes(self._blocks)
+            self._whole.update(table)
+            self._put(memoryview(table))
         self._flush()
 
-    def _checksummed(self, data: memoryview) -> int:
-        """Return the checksum of a fragment, and add it to that of the file. Both read each block while it is in the cache."""
-        fragment = RunningChecksum()
-        for at in range(0, len(data), _CHECKED_BYTES):
-            block = data[at : at + _CHECKED_BYTES]
-            fragment.update(block)
-            self._whole.update(block)
-        return fragment.value()
+    def _checksummed(self, data: memoryview) -> array[int]:
+        """Return the checksums of the blocks of a fragment, and add it to that of the file. Both read it from the cache."""
+        found, count = array("Q"), block_count(len(data), BLOCK_BYTES)
+        for first in range(0, count, _CHECKED_BLOCKS):
+            begin, end = block_range(first, min(first + _CHECKED_BLOCKS, count), len(data), BLOCK_BYTES)
+            found.extend(block_checksums(data[begin:end]))
+            self._whole.update(data[begin:end])
+        return found
 
     def _put(self, data: memoryview) -> None:
         extend(self._batch, data)
@@ -163,7 +186,7 @@ class DataFile:
         """Write the rest and return the record of the finished file."""
         self._flush()
         size = self._header.header_bytes + (self._header.slots[-1].end_byte if self._header.slots else 0)
-        return FileRecord(name, size, self._whole.value(), self._header.header_bytes, digest(self._head))
+        return FileRecord(name, size, self._whole.value(), self._header.header_bytes, digest(self._head), self._table_bytes)
 
 
 def create_data_file(storage: Storage, name: str, shards: Sequence[Shard], *, direct: bool) -> AbstractContextManager[Sink]:

@@ -48,6 +48,7 @@ class Extension:
 _EXTENSIONS = (
     ("recording", "unickpt.diagnosis.recording._fast", "a record of a call takes some microseconds"),
     ("copying", "unickpt.checkpoint.format._casts", "asynchronous saves stop training longer"),
+    ("checksums", "unickpt.checkpoint.format._checksums", "training beside a save is slower"),
     ("reading", "unickpt.checkpoint.load._checked_read", "loads from memory take longer"),
 )
 

@@ -23,7 +23,7 @@ from unickpt.checkpoint.format.casts import is_cast_of
 from unickpt.checkpoint.format.dtypes import itemsize_bytes
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.layout import ROWS_FOLDER, RankFiles
-from unickpt.checkpoint.format.manifest import FileRecord, JSONValue, OptimizerRecord, Writer
+from unickpt.checkpoint.format.manifest import FORMAT_VERSION, FileRecord, JSONValue, OptimizerRecord, Writer
 from unickpt.checkpoint.load.validation import is_checkpoint
 from unickpt.checkpoint.save.commit import commit
 from unickpt.checkpoint.save.data_file import DataFile, Pace, create_data_file, write_rows
@@ -227,7 +227,7 @@ def _converted(
         raise FormatError(
             f"{', '.join(map(str, portion.inputs))}: the file changed during the conversion; run the command again"
         )
-    storage.write_atomic(note, json.dumps({"source": before, "record": asdict(record)}).encode())
+    storage.write_atomic(note, json.dumps({"format": FORMAT_VERSION, "source": before, "record": asdict(record)}).encode())
     return record, False
 
 
@@ -236,10 +236,14 @@ def _done(storage: PosixStorage, note: str, state: list[Any], names: RankFiles) 
     try:
         size = storage.size_bytes(note)
         found = json.loads(storage.read(note, 0, size)) if size else {}
-        record, known = FileRecord(**found["record"]), found["source"]
+        record, known, version = FileRecord(**found["record"]), found["source"], found["format"]
     except (ValueError, KeyError, TypeError):
         return None
-    same = known == state and record.path == names.data and storage.size_bytes(names.data) == record.size_bytes
+    same = (
+        (version, known) == (FORMAT_VERSION, state)
+        and record.path == names.data
+        and storage.size_bytes(names.data) == record.size_bytes
+    )
     return record if same and storage.size_bytes(names.rows) else None
 
 

@@ -112,7 +112,9 @@ class TranslatedCheckpoint(Checkpoint):
                     else:
                         below.append(Request(position, read.source_box, _strided(place, request.box, read)))
         planned = self.source.plan(below)
-        return _Planned(planned.requests, planned.plan, planned.size_bytes, planned.cached, blank, sums, below=planned)
+        return _Planned(
+            planned.requests, planned.plan, planned.shareable, planned.size_bytes, planned.cached, blank, sums, below=planned
+        )
 
     def fill(self, planned: Planned, *, verify: str = "always", host_peers: HostPeers | None = None) -> ReadStats:
         assert isinstance(planned, _Planned)

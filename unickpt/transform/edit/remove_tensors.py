@@ -58,7 +58,7 @@ def _filtered(index: Index, keep: np.ndarray[tuple[int], np.dtype[np.bool_]]) ->
                 raise CoverageError(
                     f"{info.name} ({info.state}) is derived from its {info.derived_from}, which cannot be removed"
                 )
-    return Index.of_rows(
+    found = Index.of_rows(
         tensors=tuple(info for info, kept in zip(index.tensors, keep, strict=True) if kept),
         files=index.files,
         tensor=renumbered[index.tensor[rows]],
@@ -68,3 +68,4 @@ def _filtered(index: Index, keep: np.ndarray[tuple[int], np.dtype[np.bool_]]) ->
         start=index.start[rows],
         shape=index.shape[rows],
     )
+    return replace(found, block_bytes=index.block_bytes)

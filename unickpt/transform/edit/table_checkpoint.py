@@ -36,7 +36,7 @@ class TableCheckpoint(Checkpoint):
     def plan(self, requests: Sequence[Request]) -> Planned:
         none = np.zeros(0, np.int64)
         size = sum(r.box.numel * itemsize_bytes(self.index.tensors[r.tensor_id].dtype) for r in requests)
-        return Planned(requests, ReadPlan(none, none, np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64)), size)
+        return Planned(requests, ReadPlan(none, none, np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64)), none, size)
 
     def fill(self, planned: Planned, *, verify: str = "always", host_peers: HostPeers | None = None) -> ReadStats:  # noqa: ARG002
         for request in planned.requests:

@@ -16,7 +16,7 @@ from tests.support.saves import WRITER
 from tests.support.saving import save
 from unickpt.base.errors import CorruptCheckpointError, StorageError
 from unickpt.checkpoint.format.boxes import Box
-from unickpt.checkpoint.format.checksums import fragment_checksum
+from unickpt.checkpoint.format.checksums import block_checksums
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.load import checked_read
 from unickpt.checkpoint.load import reader as reader_module
@@ -62,9 +62,10 @@ EDGES = [1, 4, 16, 17, 128, 129, 240, 241, 256, 1023, 1024, 1025, 1028, 1088, 20
 
 
 @BOTH
-@pytest.mark.parametrize("block_bytes", [7, 4096, 256 << 10])
-def test_parts_have_their_bytes_their_checksums_and_their_casts(tmp_path: Path, extension: bool, block_bytes: int) -> None:
-    chosen = random.Random(block_bytes)
+@pytest.mark.parametrize("step", [7, 4096, 256 << 10])
+@pytest.mark.parametrize("block", [0, 256, 4096])
+def test_parts_have_their_bytes_their_checksums_and_their_casts(tmp_path: Path, extension: bool, step: int, block: int) -> None:
+    chosen = random.Random(step)
     numbers = torch.randn(1 << 20, generator=torch.Generator().manual_seed(1))
     (tmp_path / "x").write_bytes(bytes(bytes_of(numbers)))
     data = (tmp_path / "x").read_bytes()
@@ -73,15 +74,15 @@ def test_parts_have_their_bytes_their_checksums_and_their_casts(tmp_path: Path, 
         parts = parts_of(sizes, chosen)
         with PosixStorage(tmp_path).reader("x") as reader:
             assert isinstance(reader, DescriptorReader)
-            reader.block_bytes = block_bytes  # type: ignore[misc]
-            found = read_checked(reader, begin, parts, extension=extension)
-            assert read_checked(reader, begin, parts, checks=False, extension=extension) == [0] * len(parts)
+            reader.block_bytes = step  # type: ignore[misc]
+            found = read_checked(reader, begin, parts, block, extension=extension)
+            assert not any(map(any, read_checked(reader, begin, parts, block, checks=False, extension=extension)))
         at = begin
-        for part, checksum in zip(parts, found, strict=True):
+        for part, checksums in zip(parts, found, strict=True):
             expected = data[at : at + part.target.nbytes]
             at += len(expected)
             assert bytes_of(part.target) == expected
-            assert checksum == fragment_checksum(expected)
+            assert checksums == block_checksums(memoryview(expected), block)
             if part.second is not None:
                 assert same(part.second, part.target.to(part.second.dtype))
 
@@ -106,7 +107,7 @@ def test_a_cast_rounds_as_torch_does(tmp_path: Path, extension: bool) -> None:
     part = FileRange(torch.zeros_like(numbers), torch.zeros(len(numbers), dtype=torch.bfloat16))
     assert part.second is not None
     with PosixStorage(tmp_path).reader("x") as reader:
-        read_checked(reader, 0, [part], extension=extension)
+        read_checked(reader, 0, [part], 0, extension=extension)
     expected = numbers.to(torch.bfloat16)
     assert torch.equal(part.second.isnan(), expected.isnan())
     assert torch.equal(part.second.view(torch.int16)[~expected.isnan()], expected.view(torch.int16)[~expected.isnan()])
@@ -118,16 +119,17 @@ def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path, extension: bool)
     parts = [FileRange(torch.zeros(100)), FileRange(torch.zeros(200))]
     ends = pytest.raises(StorageError, match=r"x: ends at byte 1000, expected 250 more bytes")
     with PosixStorage(tmp_path).reader("x") as reader, ends:
-        read_checked(reader, 50, parts, extension=extension)
+        read_checked(reader, 50, parts, 0, extension=extension)
 
 
 SIZES = [241, 256, 1023, 1024, 1025, 2048, 4096, 4097, 65_536, 65_537, 300_004]
 
 
 @pytest.mark.skipif(not available(), reason="the extension is not installed")
-@pytest.mark.parametrize("block_bytes", [7, 4096, 5000, 256 << 10])
-def test_pieces_have_their_elements_and_fragments_their_checksums(tmp_path: Path, block_bytes: int) -> None:
-    chosen = random.Random(block_bytes)
+@pytest.mark.parametrize("step", [7, 4096, 5000, 256 << 10])
+@pytest.mark.parametrize("block", [0, 256, 4096, 16384])
+def test_pieces_have_their_elements_and_fragments_their_checksums(tmp_path: Path, step: int, block: int) -> None:
+    chosen = random.Random(step)
     numbers = torch.randn(1 << 19, generator=torch.Generator().manual_seed(1))
     (tmp_path / "x").write_bytes(bytes(bytes_of(numbers)))
     data = (tmp_path / "x").read_bytes()
@@ -148,10 +150,11 @@ def test_pieces_have_their_elements_and_fragments_their_checksums(tmp_path: Path
         fragments.append(NeededParts(offset, size, torch.uint8 if item == 1 else torch.float32, pieces))
     assert all(fragment.are_castable() for fragment in fragments)
     with PosixStorage(tmp_path).reader("x") as reader:
-        reader.block_bytes = block_bytes  # type: ignore[misc]
-        found = read_pieces(reader, fragments)
-        assert read_pieces(reader, fragments, checks=False) == [0] * len(fragments)
-    assert found == [fragment_checksum(data[f.offset_bytes : f.offset_bytes + f.size_bytes]) for f in fragments]
+        reader.block_bytes = step  # type: ignore[misc]
+        found = read_pieces(reader, fragments, block)
+        assert not any(map(any, read_pieces(reader, fragments, block, checks=False) or ()))
+    parts = [memoryview(data[each.offset_bytes : each.offset_bytes + each.size_bytes]) for each in fragments]
+    assert found == [block_checksums(part, block) for part in parts]
     targets = [piece.target for fragment in fragments for piece in fragment.pieces]
     assert all(same(target, value) for target, value in zip(targets, expected, strict=True))
 
@@ -176,7 +179,7 @@ def test_a_fragment_beyond_the_end_of_a_file_is_an_error(tmp_path: Path) -> None
     ]
     ends = pytest.raises(StorageError, match=r"x: ends at byte 1000, expected 200 more bytes")
     with PosixStorage(tmp_path).reader("x") as reader, ends:
-        read_pieces(reader, fragments)
+        read_pieces(reader, fragments, 0)
 
 
 @BOTH
@@ -186,27 +189,27 @@ def test_an_error_of_the_system_names_the_file(tmp_path: Path, extension: bool) 
         assert isinstance(reader, DescriptorReader)
         reader.descriptor = os.open(tmp_path, os.O_RDONLY)  # type: ignore[misc]
         with pytest.raises(StorageError, match=r"x: cannot be read .*directory"):
-            read_checked(reader, 0, [FileRange(torch.zeros(100))], extension=extension)
+            read_checked(reader, 0, [FileRange(torch.zeros(100))], 0, extension=extension)
         os.close(reader.descriptor)
 
 
 @pytest.mark.skipif(not available(), reason="the extension is not installed")
 def test_a_table_that_makes_no_sense_is_refused() -> None:
-    def refused(*numbers: int, block: int = 4096) -> None:
+    def refused(*numbers: int, step: int = 4096, block: int = 0) -> None:
         with pytest.raises(ValueError, match=r"integers|range"):
-            checked_read._checked_read.read_parts(0, 0, array("Q", numbers).tobytes(), block, True)
+            checked_read._checked_read.read_parts(0, 0, array("Q", numbers).tobytes(), step, True, block)
 
     refused(1, 2, 3)
     refused(0, 0, 0, 0)
     refused(0, 1 << 63, 0, 0)
     refused(0, 4, 0, 3)
     refused(0, 6, 0, 2)
-    refused(0, 4, 0, 0, block=0)
+    refused(0, 4, 0, 0, step=0)
 
-    def refused_pieces(fragments: list[int], pieces: list[int], block: int = 4096) -> None:
+    def refused_pieces(fragments: list[int], pieces: list[int], step: int = 4096, block: int = 0) -> None:
         tables = (array("Q", numbers).tobytes() for numbers in (fragments, pieces))
         with pytest.raises(ValueError, match=r"integers|range"):
-            checked_read._checked_read.read_pieces(0, *tables, block, True)
+            checked_read._checked_read.read_pieces(0, *tables, step, True, block)
 
     refused_pieces([0, 400], [])
     refused_pieces([0, 400, 1], [0, 4, 0])
@@ -346,9 +349,10 @@ def test_the_page_cache_fills_outputs_only_if_it_has_their_bytes(tmp_path: Path)
     assert all(torch.equal(request.out, torch.arange(request.box.numel) * 0.5) for request in outputs)
     os.close(descriptor)
     with open(tmp_path / "a" / name, "r+b") as file:
-        file.seek(-1, os.SEEK_END)
+        end = checkpoint.manifest.file(name).size_bytes - checkpoint.manifest.file(name).table_bytes
+        file.seek(end - 1)
         last = file.read(1)[0]
-        file.seek(-1, os.SEEK_END)
+        file.seek(end - 1)
         file.write(bytes([last ^ 1]))
     with pytest.raises(CorruptCheckpointError, match="checksum of t"):
         checkpoint.fill_from_page_cache(outputs, ranks=1)

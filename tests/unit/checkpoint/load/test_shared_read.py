@@ -77,7 +77,9 @@ def loaded(
     checkpoint = Checkpoint.open(directory)
     pairs = wanted(checkpoint, exchange.rank)
     planned = checkpoint.plan([request for request, _ in pairs])
-    failures, near = prepare_peers(exchange, planned.rows, None, wanted_bytes=planned.size_bytes, cached=cached, share=share)
+    failures, near = prepare_peers(
+        exchange, planned.shareable, None, wanted_bytes=planned.size_bytes, cached=cached, share=share
+    )
     assert not failures
     if near is None:
         stats = checkpoint.fill(planned, verify=verify)
@@ -193,7 +195,7 @@ def test_ranks_gather_after_shared_reads_in_the_same_memory(tmp_path: Path, monk
         checkpoint = Checkpoint.open(directory)
         pairs = wanted(checkpoint, exchange.rank)
         planned = checkpoint.plan([request for request, _ in pairs])
-        _, near = prepare_peers(exchange, planned.rows, None, wanted_bytes=planned.size_bytes)
+        _, near = prepare_peers(exchange, planned.shareable, None, wanted_bytes=planned.size_bytes)
         assert near is not None
         with near() as peers:
             checkpoint.fill(planned, host_peers=peers)
