@@ -8,7 +8,7 @@ Every round measures, one after the other on the same engine:
 - a warm copy in memory, and a raw write with fsync, of each rank's bytes;
 - DeepSpeed's own save, and the time until its data is on the disk: it does not wait for that;
 - unickpt's save: duration of the call (the stall), and time until the checkpoint is committed;
-- a raw read, and all loads, from the page cache and, if it can be dropped, without it;
+- a raw read, one with checksums, and all loads, from the page cache and, if it can be dropped, without it;
 - training steps of DeepSpeed, alone and during asynchronous writes of unickpt and DCP;
 - with ``dcp``: save, async_save and load of torch.distributed.checkpoint, with the same number of tensors and bytes per rank;
   also a load with the weights, which unickpt derives and DCP can only store;
@@ -61,19 +61,20 @@ AGAINST = {
     "DCP load": ("raw read", "DeepSpeed load"),
     "DCP load with the weights": ("raw read", "DeepSpeed load"),
     "unickpt load": ("raw read", "DeepSpeed load"),
-    "unickpt load, its reading": ("raw read", "DeepSpeed load"),
+    "unickpt load, its reading": ("checked raw read", "DeepSpeed load"),
     "unickpt load as another layout": ("unickpt load", "ds_to_universal + load_universal"),
     "unickpt load as another layout, its reading": ("unickpt load, its reading", "ds_to_universal + load_universal"),
     "DeepSpeed load, uncached": ("raw read, uncached", ""),
     "DCP load, uncached": ("raw read, uncached", "DeepSpeed load, uncached"),
     "DCP load with the weights, uncached": ("raw read, uncached", "DeepSpeed load, uncached"),
     "unickpt load, uncached": ("raw read, uncached", "DeepSpeed load, uncached"),
-    "unickpt load, uncached, its reading": ("raw read, uncached", "DeepSpeed load, uncached"),
+    "unickpt load, uncached, its reading": ("checked raw read, uncached", "DeepSpeed load, uncached"),
     "ds_to_universal + load_universal": ("", "DeepSpeed load"),
     "step beside unickpt": ("step alone", "step beside DCP"),
     "step beside DCP": ("step alone", ""),
 }
 PEERS = ("dcp", "universal", "fastpersist")
+CHECKED_BYTES = 256 << 10
 MOST_BYTES = 256 << 20  # size of a block for the physical limits, larger than a CPU cache
 
 
@@ -132,6 +133,17 @@ class Raw:
         with self.path.open("rb", buffering=0) as file:
             for view in self._views:
                 file.readinto(view)
+
+    def read_checked(self) -> None:
+        """Read, and compute the xxh3_64 of each block while it is in the cache of the core."""
+        import xxhash
+
+        with self.path.open("rb", buffering=0) as file:
+            for view in self._views:
+                for at in range(0, len(view), CHECKED_BYTES):
+                    block = view[at : at + CHECKED_BYTES]
+                    file.readinto(block)
+                    xxhash.xxh3_64_intdigest(block)
 
 
 def reading_alone(directory: Path, rank: int, ranks: int, memory: Any) -> Callable[[], Any]:
@@ -312,6 +324,7 @@ def worker(args: argparse.Namespace) -> None:
             committed()
         loads: dict[str, tuple[Path, Callable[[], Any]]] = {
             "raw read": (raw.path, raw.read),
+            "checked raw read": (raw.path, raw.read_checked),
             "DeepSpeed load": (theirs, partial(native, "load", theirs, tag="t")),
             "unickpt load": (own, partial(engine.load_checkpoint, str(own), tag="quiet")),
         }
@@ -391,11 +404,11 @@ def main() -> None:
         f"{args.millions}M parameters, fp32 with Adam, {parallel}ZeRO-{args.stage} on {args.ranks} ranks, "
         f"{result['mine']:,} bytes each, {args.rounds} rounds; {machine()}, DeepSpeed {deepspeed.__version__}."
     )
-    order = dict.fromkeys(["memory copy", "raw write", "raw read", "raw read, uncached", *AGAINST, "step alone"])
+    order = dict.fromkeys(["memory copy", "raw write", "raw read", "raw read, uncached", "checked raw read", "checked raw read, uncached", *AGAINST, "step alone"])
     seconds = {name: result["seconds"][name] for name in order if name in result["seconds"]}
     against = {name: [other if other in seconds else "" for other in others] for name, others in AGAINST.items()}
     sizes = ", ".join(f"{name} {size:,}" for name, size in result["bytes"].items())
-    peaks = ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in result["peaks"].items() if name != "raw read")
+    peaks = ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in result["peaks"].items() if "raw read" not in name)
     text = f"`python -m benchmarks.deepspeed_save_load {' '.join(options)}`\n\n{heading}\n\n"
     text += table(seconds, against, ["relative to the physical limit", "relative to the peer"])
     read = ", ".join(f"{name} {a:,} of {b:,} ({a / b:.3f})" for name, (a, b) in result["read"].items())
