@@ -235,6 +235,7 @@ class RestoredObjects:
         """Return the extra states that other pipeline stages than the first one stored, for the modules of this rank."""
         found = {}
         own = {f"{EXTRA_STATE}/{name}": name for name, _ in self.names.modules}
+        self.checkpoint.fetch_shared(own)
         for key in self.checkpoint.shared_names():
             if key in own:
                 found[own[key]] = self.checkpoint.shared_object(key, allow_pickle=self.options.allow_pickle).value

@@ -301,6 +301,8 @@ class Restore:
             MismatchError: the checkpoint lacks an object, and no rule replaces it (``positions``).
         """
         found: dict[str, Any] = {}
+        items = list(items)
+        self.checkpoint.fetch_shared(item.unique_key for item in items)
         for item in items:
             if isinstance(self.checkpoint, TranslatedCheckpoint):
                 found[item.unique_key] = item.data

@@ -19,7 +19,7 @@ from unickpt.checkpoint.format.casts import Comparison, comparison, is_dense
 from unickpt.checkpoint.format.checksums import LONG_BYTES, RunningBlocks, block_checksums, block_count
 from unickpt.checkpoint.format.dtypes import byte_view
 from unickpt.checkpoint.load.file_blocks import read_blocks
-from unickpt.checkpoint.storage.base import DescriptorReader, Reader
+from unickpt.checkpoint.storage.base import DescriptorReader, Reader, has_descriptor
 
 try:
     from unickpt.checkpoint.load import _checked_read
@@ -74,7 +74,7 @@ class NeededParts:
 
 def can_read_pieces(reader: Reader) -> bool:
     """Whether ``read_pieces`` can read from this file."""
-    return isinstance(reader, DescriptorReader) and available()
+    return has_descriptor(reader) and available()
 
 
 def read_pieces(
@@ -94,7 +94,7 @@ def read_pieces(
     Raises:
         StorageError: the file cannot be read.
     """
-    if not isinstance(reader, DescriptorReader) or not available():
+    if not has_descriptor(reader) or not available():
         return None
     table, pieces = array("Q"), array("Q")
     for each in fragments:
@@ -163,7 +163,7 @@ def read_checked(
     Raises:
         StorageError: the file cannot be read.
     """
-    if extension and isinstance(reader, DescriptorReader) and available():
+    if extension and has_descriptor(reader) and available():
         return _by_extension(reader, offset_bytes, parts, block_bytes, checks=checks)
     return _by_python(reader, offset_bytes, parts, block_bytes, checks=checks)
 

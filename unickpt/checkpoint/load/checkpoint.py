@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -76,6 +76,7 @@ class Checkpoint:
     index: Index
     ids: Mapping[tuple[str, str], int] = field(repr=False)
     _checked: set[str] = field(default_factory=set, repr=False, compare=False)  # files whose headers have been checked
+    _fetched: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)  # of objects, by name
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Checkpoint:
@@ -291,10 +292,43 @@ class Checkpoint:
             raise KeyError(name)
         return self._object_tensor(f"{SHARED_PREFIX}{name}", f"{SHARED_TENSORS_PREFIX}{name}", allow_pickle)
 
+    def fetch_shared(self, names: Iterable[str]) -> None:
+        """Read the objects of these names at once if they are small: ``shared_object`` takes them from memory.
+
+        Raises:
+            CorruptCheckpointError, StorageError: as for ``read``.
+        """
+        wanted = [name for name in names if (f"{SHARED_PREFIX}{name}", "object") in self.ids]
+        keys = [f"{SHARED_PREFIX}{name}" for name in wanted]
+        keys += [key for name in wanted for key in _tensors_below(f"{SHARED_TENSORS_PREFIX}{name}", self.ids)]
+        self._fetch(keys)
+
+    def _fetch(self, keys: Iterable[str]) -> None:
+        """Read small tensors of objects at once, and keep them."""
+        requests = []
+        for key in keys:
+            position = self.ids[key, "object"]
+            info = self.index.tensors[position]
+            box = Box.whole(info.shape)
+            if key not in self._fetched and 0 < box.numel * torch_dtype(info.dtype).itemsize <= _SMALL_BYTES:
+                requests.append(Request(position, box, torch.empty(info.shape, dtype=torch_dtype(info.dtype))))
+        if requests:
+            self.read(requests)
+            self._fetched.update({self.index.tensors[request.tensor_id].name: request.out for request in requests})
+
+    def object_tensor(self, key: str) -> torch.Tensor:
+        """Read a tensor of an object, or return a copy of it if it has been read.
+
+        Raises:
+            CorruptCheckpointError, StorageError: as for ``read``.
+        """
+        found = self._fetched.get(key)
+        return self.read_tensor(key, "object") if found is None else found.clone()
+
     def _object_tensor(self, key: str, prefix: str, allow_pickle: bool) -> objects_module.Decoded:
         """Decode an object outside the manifest: tensor ``key`` holds its JSON, tensors ``prefix/N`` its arrays."""
         where = f"{self.storage}: {key}"
-        text = bytes(self.read_tensor(key, "object").numpy())
+        text = bytes(self.object_tensor(key).numpy())
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as err:
@@ -302,35 +336,27 @@ class Checkpoint:
         return objects_module.decode(value, tensors=_ObjectTensors(self, prefix), allow_pickle=allow_pickle, where=where)
 
 
+def _tensors_below(prefix: str, ids: Mapping[tuple[str, str], int]) -> Iterator[str]:
+    """Yield the names of the tensors of one object."""
+    for key in map(f"{prefix}/{{}}".format, count()):
+        if (key, "object") not in ids:
+            return
+        yield key
+
+
 class _ObjectTensors(Mapping[str, torch.Tensor]):
     """Tensors that were pulled out of one object. The first access reads all small ones at once."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
-        self._checkpoint, self._prefix = checkpoint, prefix
-        self._small: dict[str, torch.Tensor] | None = None
+        self._checkpoint, self._prefix, self._is_fetched = checkpoint, prefix, False
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key not in self:
             raise KeyError(key)
-        if self._small is None:
-            self._small = self._read_small()
-        found = self._small.get(key)
-        return self._checkpoint.read_tensor(key, "object") if found is None else found
-
-    def _read_small(self) -> dict[str, torch.Tensor]:
-        found, requests = {}, []
-        for key in map(f"{self._prefix}/{{}}".format, count()):
-            position = self._checkpoint.ids.get((key, "object"))
-            if position is None:
-                break
-            info = self._checkpoint.index.tensors[position]
-            box = Box.whole(info.shape)
-            if 0 < box.numel * torch_dtype(info.dtype).itemsize <= _SMALL_BYTES:
-                found[key] = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
-                requests.append(Request(position, box, found[key]))
-        if requests:
-            self._checkpoint.read(requests)
-        return found
+        if not self._is_fetched:
+            self._checkpoint._fetch(_tensors_below(self._prefix, self._checkpoint.ids))
+            self._is_fetched = True
+        return self._checkpoint.object_tensor(key)
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and key.startswith(f"{self._prefix}/") and (key, "object") in self._checkpoint.ids

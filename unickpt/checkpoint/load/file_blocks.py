@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from unickpt.checkpoint.storage.base import CachedReader, Reader
+from unickpt.checkpoint.storage.base import Reader, may_be_cached
 
 T = TypeVar("T")
 ReadTurn = contextlib.AbstractContextManager[object]
@@ -46,7 +46,7 @@ def in_turns(
     Yields:
         Ranges that one thread reads in order, and the turn that it takes first.
     """
-    if not isinstance(reader, CachedReader):
+    if not may_be_cached(reader):
         yield from (([each], contextlib.nullcontext()) for each in ranges)
         return
     from_disk = []

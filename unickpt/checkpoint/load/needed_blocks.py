@@ -15,7 +15,7 @@ from unickpt.checkpoint.format.checksums import block_count, block_range
 from unickpt.checkpoint.format.dtypes import itemsize_bytes
 from unickpt.checkpoint.format.manifest import Manifest
 from unickpt.checkpoint.load.fragments import Fragment, Use
-from unickpt.checkpoint.storage.base import CachedReader, Reader
+from unickpt.checkpoint.storage.base import Reader, may_be_cached
 
 _NEAR_BYTES = 1 << 20  # of a store with latency, what lies between two parts is read with them
 
@@ -69,7 +69,7 @@ def in_parts(
     Raises:
         StorageError: the table cannot be read.
     """
-    near = 0 if isinstance(reader, CachedReader) else _NEAR_BYTES
+    near = 0 if may_be_cached(reader) else _NEAR_BYTES
     for fragment in fragments:
         count = block_count(fragment.size_bytes, block_bytes)
         needed = _needed(fragment, count, block_bytes, near) if count > 1 else []

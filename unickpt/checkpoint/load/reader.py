@@ -40,7 +40,7 @@ from unickpt.checkpoint.load.fragments import (
 from unickpt.checkpoint.load.needed_blocks import BlockTables, in_parts
 from unickpt.checkpoint.load.read_plan import ReadPlan
 from unickpt.checkpoint.load.scratch import Scratches
-from unickpt.checkpoint.storage.base import CachedReader, Reader, Storage
+from unickpt.checkpoint.storage.base import Reader, Storage, may_be_cached
 
 T = TypeVar("T")
 THREADS = max(4, min(8, os.cpu_count() or 4))
@@ -133,7 +133,7 @@ def _run(work: Sequence[tuple[Reader, Sequence[list[Fragment]], ReadTurn]], how:
     Yields:
         Bytes read.
     """
-    near = len(work) == 1 or all(isinstance(reader, CachedReader) for reader, _, _ in work)
+    near = len(work) == 1 or all(may_be_cached(reader) for reader, _, _ in work)
     if alone or (near and sum(span_of(batch)[1] for _, batches, _ in work for batch in batches) < _ALONE_BYTES):
         yield from (_read(reader, batches, how, turn) for reader, batches, turn in work)
         return
@@ -183,7 +183,7 @@ def are_cached(storage: Storage, index: Index, plan: ReadPlan) -> bool:
     for file in np.unique(files).tolist():
         first, last = int(begin[files == file].min()), int(end[files == file].max())
         with storage.reader(index.files[file]) as reader:
-            if not isinstance(reader, CachedReader) or not reader.is_cached(first, last - first, False):
+            if not may_be_cached(reader) or not reader.is_cached(first, last - first, False):
                 return False
     return True
 

@@ -30,7 +30,7 @@ from unickpt.checkpoint.load.file_blocks import in_turns, read_blocks
 from unickpt.checkpoint.load.fragments import Fragment, Request, by_file, deliver, needed_bytes
 from unickpt.checkpoint.load.read_plan import ReadPlan
 from unickpt.checkpoint.load.reader import THREADS, ReadStats, between_kernels, check, results
-from unickpt.checkpoint.storage.base import CachedReader, Reader, Storage
+from unickpt.checkpoint.storage.base import Reader, Storage, may_be_cached
 
 _RUN_BYTES = 8 << 20  # adjacent fragments that one rank reads
 _GROUP_BYTES = 1 << 20  # adjacent blocks that one thread reads from the page cache
@@ -249,7 +249,7 @@ class _Reading:
             files.setdefault(int(self._index.file[block.row]), []).append(block)
         for file, of_file in files.items():
             reader = self._reader(file)
-            if isinstance(reader, CachedReader):
+            if may_be_cached(reader):
                 turns = in_turns(reader, self._adjacent(of_file), self._span, contextlib.nullcontext())
                 self._run([partial(self._read_and_verify, groups, slot, reader) for groups, _ in turns])
             else:

@@ -16,7 +16,7 @@ from unickpt.checkpoint.memory.generations import folder_of
 from unickpt.checkpoint.memory.host_folder import HostFolder
 from unickpt.checkpoint.memory.keeper_client import TIMEOUT_S, KeeperClient, name_of
 from unickpt.checkpoint.memory.mapped_staging import MappedSlots
-from unickpt.checkpoint.storage.base import CachedReader, DescriptorReader, Reader, Sink, Storage
+from unickpt.checkpoint.storage.base import DescriptorReader, Reader, Sink, Storage, has_descriptor, may_be_cached
 from unickpt.checkpoint.storage.posix import PosixStorage
 
 _BLOCK_BYTES = 4 << 20
@@ -102,7 +102,7 @@ class PeerStorage(PosixStorage):
             yield _RemoteReader(remote, name, f"{self.where(name)} on {remote[0].name}", self.counts)
         elif own:
             with super().reader(name) as reader:
-                assert isinstance(reader, DescriptorReader)
+                assert has_descriptor(reader)
                 yield _CountedReader(reader, self.counts)
         else:
             raise StorageError(f"{self.where(name)}: no host of the job holds this file")
@@ -177,7 +177,7 @@ class _CountedReader:
         self._counts.add(HERE, size_bytes)
 
     def is_cached(self, offset_bytes: int, size_bytes: int, unknown: bool = True, /) -> bool:
-        return isinstance(self._reader, CachedReader) and self._reader.is_cached(offset_bytes, size_bytes, unknown)
+        return may_be_cached(self._reader) and self._reader.is_cached(offset_bytes, size_bytes, unknown)
 
 
 class _RemoteReader:

@@ -164,6 +164,9 @@ class TranslatedCheckpoint(Checkpoint):
     def shared_names(self) -> list[str]:
         return self.source.shared_names()
 
+    def fetch_shared(self, names: Iterable[str]) -> None:
+        self.source.fetch_shared(names)
+
     def shared_object(self, name: str, *, allow_pickle: bool = False) -> objects_module.Decoded:
         return self.source.shared_object(name, allow_pickle=allow_pickle)
 
