@@ -1,9 +1,8 @@
-"""Why a worker has ended before its first step: the agent of its host ends the job if that happens again and again.
+"""Why a worker has ended: what its last exception was, and what helps against it.
 
 A program that cannot start, for instance because a module is missing, is started again on all hosts as often as torchrun
-allows. An exception with the same type and place in each round, before any optimizer has made a step, does not go away by a
-restart.
-This module is used in a worker of ``torchrun --rdzv-backend unickpt``. It writes what the worker's last exception was.
+allows. A fault of the program (``failure_kinds``) does not go away by a restart, so the agent of the host ends the job. So it
+does after an unknown exception with the same type and place in each round, before any optimizer has made a step.
 """
 
 from __future__ import annotations
@@ -11,11 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from unickpt.base.errors import ConfigError
+from unickpt.base.failure_kinds import RULES, FailureKind, FailureRule, Remedy, own_rules, rule_for
+from unickpt.base.logs import logger
 from unickpt.base.round_folder import Failed, folder_of_round, note_failure
 
 _CALLERS = ("autograd/graph.py", "_ops.py", "nn/parallel/distributed.py")  # of the reducer of DDP and functional collectives
@@ -52,8 +56,28 @@ def failed(error: BaseException, trace: TracebackType | None, stepped: bool) -> 
     """Return what the agent must know about an exception."""
     frames = traceback.extract_tb(trace)
     place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    kind = type(error).__name__
-    return Failed(f"{kind} {place}", f"{kind}: {error} ({place})"[:500], stepped or _is_of_others(error))
+    name, others = type(error).__name__, _is_of_others(error)
+    rule = rule_for([each.__name__ for each in type(error).__mro__], str(error), _rules())
+    if others and rule.kind is not FailureKind.ASKED:
+        rule = replace(rule, kind=FailureKind.CONNECTION, remedy=Remedy.RESTART)
+    return Failed(
+        f"{name} {place}", f"{name}: {error} ({place})"[:500], stepped or others, rule.kind, rule.remedy, name, time.time_ns()
+    )
+
+
+def last_failure() -> Failed | None:
+    """Return the exception that ends this process, once the interpreter has shown it; None without one."""
+    error = getattr(sys, "last_value", None)
+    return failed(error, error.__traceback__, bool(_stepped)) if isinstance(error, BaseException) else None
+
+
+def _rules() -> tuple[FailureRule, ...]:
+    """Return the rules; the table alone, with a warning, if the user's file is wrong."""
+    try:
+        return own_rules()
+    except ConfigError as err:
+        logger.warning("unickpt: %s; the rules of unickpt alone decide", err)
+        return RULES
 
 
 def _is_of_others(error: BaseException) -> bool:

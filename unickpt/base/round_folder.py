@@ -10,9 +10,10 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Collection
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from unickpt.base.failure_kinds import FailureKind, Remedy
 from unickpt.base.private_files import read_text, replacing
 
 # environment of the workers: torchrun's own name of the job, and what ``--rdzv-backend unickpt`` adds
@@ -31,11 +32,24 @@ class Failed:
         signature: type and place. Equal for the same fault of the program.
         text: type, message and place, for people.
         excused: the worker had made a step before, or another process is the cause.
+        kind: what has failed.
+        remedy: what helps.
+        error: class of the exception; '' if the process has noted none.
+        at_ns: time on the wall clock.
     """
 
     signature: str
     text: str
     excused: bool
+    kind: FailureKind = FailureKind.UNKNOWN
+    remedy: Remedy = Remedy.RESTART
+    error: str = ""
+    at_ns: int = 0
+
+    @property
+    def follows(self) -> bool:
+        """Whether it is the consequence of the end of another process, or was asked for."""
+        return self.kind in (FailureKind.CONNECTION, FailureKind.ASKED)
 
 
 def folder_of_round() -> Path | None:
@@ -80,14 +94,18 @@ def read_ended(folder: Path) -> frozenset[int]:
 
 def note_failure(folder: Path, rank: int, failed: Failed) -> None:
     """Note the exception that ends a worker. Never raises."""
-    _replace(folder / f"{FAILED}{rank}", json.dumps(astuple(failed)))
+    entry = {**asdict(failed), "kind": failed.kind.value, "remedy": failed.remedy.value}
+    _replace(folder / f"{FAILED}{rank}", json.dumps(entry))
 
 
 def read_failure(folder: Path, rank: int) -> Failed | None:
     """Return the exception that has ended a worker of this host; None if it has noted none."""
-    with contextlib.suppress(ValueError, TypeError, RecursionError):
-        signature, text, excused = json.loads(read_text(folder / f"{FAILED}{rank}", _LONGEST_FAILED))
-        return Failed(str(signature), str(text), bool(excused))
+    with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        entry = json.loads(read_text(folder / f"{FAILED}{rank}", _LONGEST_FAILED))
+        return Failed(
+            str(entry["signature"]), str(entry["text"]), bool(entry["excused"]), FailureKind(entry["kind"]),
+            Remedy(entry["remedy"]), str(entry["error"]), int(entry["at_ns"]),
+        )  # fmt: skip
     return None
 
 

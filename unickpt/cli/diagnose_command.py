@@ -17,16 +17,19 @@ from unickpt.diagnosis.agent.launch import ADDRESS, read_address
 from unickpt.diagnosis.agent.loop import VERDICTS
 from unickpt.diagnosis.agent.server import fetch
 from unickpt.diagnosis.detectors.examine import examine
-from unickpt.diagnosis.detectors.verdicts import Verdict
+from unickpt.diagnosis.detectors.places import MOST
+from unickpt.diagnosis.detectors.verdicts import Reach, Verdict
 from unickpt.diagnosis.host.process_exits import read_exits
-from unickpt.diagnosis.recording.ring_folder import described, has_living, own_jobs, read_folder
+from unickpt.diagnosis.recording.ring_folder import described, has_living, job_of, own_jobs, read_folder
 from unickpt.diagnosis.reports.host_folders import placed
 from unickpt.diagnosis.reports.verdict_line import clock_time
-from unickpt.diagnosis.reports.verdict_text import as_json, render_all, render_waits
+from unickpt.diagnosis.reports.verdict_text import as_json, pending, render_all, render_waits
 from unickpt.diagnosis.snapshot.clocks import on_one_clock
 from unickpt.diagnosis.snapshot.snapshot import KEPT_STEPS, Snapshot, take_snapshot
+from unickpt.diagnosis.snapshot.stacks import with_stacks
 
 JSON_SCHEMA = 2
+_TOLD = ("line", "sentence", "next_text", "command", "since")
 _MOST_BYTES, _MOST_BEFORE = 4 << 20, 16  # of verdicts.jsonl; earlier verdicts that are shown
 
 
@@ -53,56 +56,64 @@ def _seen_from(place: str) -> Snapshot:
         ) from err
 
 
-def _own_folder() -> str:
-    """Return the folder of this user's only job on this host, or of the only one with living processes.
+def _own_folder() -> tuple[str, str]:
+    """Return the folder of this user's newest job on this host, and what was chosen, for a person; '' if there is no choice.
+
+    Of a running job that is the folder of its newest round.
 
     Raises:
-        NotACheckpointError: there is no such folder, or there are several.
+        NotACheckpointError: there is no such folder, or several jobs run.
     """
     found = own_jobs(SHARED_MEMORY)
-    living = [folder for folder in found if has_living(folder)]
-    found = living or found
-    if len(found) == 1:
-        return str(found[0])
     if not found:
         raise NotACheckpointError(
             f"{SHARED_MEMORY}: no job of yours is timed here. For the next run set UNICKPT_TIMING=1 or timing.enabled; for "
             "this one, py-spy dump --pid PID shows where a process is. If the rings are elsewhere, pass their folder"
         )
-    lines = [f"  unickpt diagnose {folder}  # {described(folder)}" for folder in found]
-    state = "running" if living else "ended"
-    raise NotACheckpointError(
-        "\n".join((f"several of your jobs are timed here, all of them {state}; name one (newest last):", *lines))
-    )
+    running = {job_of(folder): folder for folder in found if has_living(folder)}  # the newest round of each
+    if len(running) > 1:
+        lines = [f"  unickpt diagnose {folder}  # {described(folder)}" for folder in running.values()]
+        raise NotACheckpointError(
+            "\n".join(("several of your jobs are timed here, all of them running; name one (newest last):", *lines))
+        )
+    folder = next(iter(running.values()), found[-1])
+    if len(found) == 1:
+        return str(folder), ""
+    which = "the newest round of the running job" if running else "the job that has ended last"
+    return str(folder), f"{folder}: {which}, of {len(found)} folders: {described(folder)}"
 
 
 def _told_before(folders: Sequence[Path], verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
     """Return what the agent has written to the log, without what is still so, the newest last."""
     now = {(verdict.syndrome.value, verdict.ranks) for verdict in verdicts}
-    found: list[dict[str, Any]] = []
+    found: dict[str, dict[str, Any]] = {}  # a lasting verdict is told again and again, with one line
     for folder in folders:
         for line in read_text(folder / VERDICTS, _MOST_BYTES).splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
                 entry = json.loads(line)
                 if (str(entry["syndrome"]), tuple(entry["ranks"])) not in now:
-                    found.append({name: entry[name] for name in ("at_ns", "line", "sentence", "next_text")})
-    return sorted(found, key=lambda entry: int(entry["at_ns"]))[-_MOST_BEFORE:]
+                    told = {name: entry.get(name, "") for name in _TOLD}
+                    found.setdefault(str(entry["line"]), {"at_ns": int(entry["at_ns"]), **told})
+    return sorted(found.values(), key=lambda entry: int(entry["at_ns"]))[-_MOST_BEFORE:]
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read and print; 0 if nothing is wrong, 1 if something is."""
-    places = args.places or [_own_folder()]
+    own, chosen = ("", "") if args.places else _own_folder()
+    places = args.places or [own]
     snapshot = seen_from(places)
-    found = examine(snapshot, after_s=args.after)
+    found = examine(snapshot, after_s=args.after, reach=Reach(tuple(places)))
     folders = [Path(place) for place in places if Path(place).is_dir()]
     verdicts, snapshot = placed(found.verdicts, snapshot, folders)
     texts = render_all(verdicts, snapshot)
     before = _told_before(folders, verdicts)
     if args.json:
-        state = {"schema": JSON_SCHEMA, "ranks": len(snapshot.ranks), "deadline_s": found.deadline_s}
+        state = {"schema": JSON_SCHEMA, "ranks": len(snapshot.ranks), "deadline_s": found.deadline_s, "places": list(places)}
         told = {"verdicts": as_json(verdicts, texts), "told_before": before, "problems": snapshot.problems}
         out.json({**state, **told})
     else:
+        if chosen:
+            out.line(chosen)
         for problem in snapshot.problems:
             out.line(problem, style="yellow")
         for text in texts:
@@ -112,7 +123,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
                 out.line(f"next: {text.next}", style="bold")
         if not texts:
             out.line(f"{len(snapshot.ranks)} ranks: no rank waits longer than {found.deadline_s:g} s, and no rank is slow.")
-            for line in render_waits(snapshot):
+            asked = {rank for call in pending(snapshot) for rank in (*call.waiters[:MOST], *call.missing[:MOST])}
+            for line in render_waits(with_stacks(snapshot, folders, asked)):
                 out.line(line)
         for entry in before:
             out.line(f"told at {clock_time(int(entry['at_ns']))}: {entry['line']}")

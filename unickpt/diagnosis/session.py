@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unickpt.base.first_failure import last_failure
 from unickpt.base.io_times import IoTime
 from unickpt.base.logs import logger
 from unickpt.base.memory_status import MemoryStatus, write_status
@@ -25,7 +26,7 @@ from unickpt.base.options.job import TimingOptions
 from unickpt.base.private_files import SHARED_MEMORY, file_name, make_named_folder
 from unickpt.base.prometheus import Scrape
 from unickpt.base.role import role
-from unickpt.base.round_folder import RUN_ID, folder_of_round
+from unickpt.base.round_folder import RUN_ID, folder_of_round, note_failure
 from unickpt.diagnosis.agent import launch
 from unickpt.diagnosis.host import stack_dumps
 from unickpt.diagnosis.layer_costs.measured import SUFFIX as LAYERS
@@ -70,6 +71,7 @@ class Session:
         self._labels = labels
         events = events if events is not None or not options.device else _device_events()
         rank, world = dist.get_rank(), dist.get_world_size()
+        self._rank = rank
         job = job_name()
         began_ns, (first_rank, ranks) = time.time_ns(), this_host()
         # the first rank to arrive, which need not be the first of the host: that one may hang before
@@ -95,6 +97,7 @@ class Session:
         self._hooks.install()
         self.phases.install()
         self._stacks = stack_dumps.listen(stack_dumps.path_of(self.folder, rank))
+        self._fatal = self._stacks is not None and stack_dumps.listen_to_end(self._stacks)
         self._agent = self._start_agent(options, first_rank if first_rank >= 0 else rank) if first and given is None else None
         if given is not None and first:
             write_note(given, SessionNote(str(self.folder), options.watch, _scrape(options, options.job)))
@@ -121,10 +124,18 @@ class Session:
         """Stop. The ring remains."""
         self.remove_hooks()
         raised = self._stacks is not None and stack_dumps.note_exception(self._stacks)
+        failure = last_failure()
+        if failure is not None:
+            note_failure(self.folder, self._rank, failure)
         self._recorder.close(raised=raised)
         if self._stacks is not None:
-            stack_dumps.ignore()
+            self.ignore_signals()
             self._stacks.close()
+
+    def ignore_signals(self) -> None:
+        """Write no stacks any more. A fork of this process must not write the stacks of this rank."""
+        if self._stacks is not None:
+            stack_dumps.ignore(fatal=self._fatal)
 
     def remove_hooks(self) -> None:
         """Remove all hooks from torch and from the layers."""
@@ -241,6 +252,7 @@ class ProcessTiming:
         session, self._session = self._session, None
         self._of_parent = session
         if session is not None:
+            session.ignore_signals()
             session.remove_hooks()
 
 

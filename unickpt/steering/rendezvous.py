@@ -49,7 +49,6 @@ from unickpt.steering.state.admission import waits_for
 from unickpt.steering.state.limits import Limits
 from unickpt.steering.state.membership import (
     Arrived,
-    CannotStart,
     Committed,
     Event,
     JobPhase,
@@ -60,6 +59,7 @@ from unickpt.steering.state.membership import (
     Ready,
     Round,
     Standing,
+    WorkerFailed,
     WorkersEnded,
     must_stop,
     rank_in_round,
@@ -177,7 +177,7 @@ class SteeringHandler(RendezvousHandler):
         self._reserved: dict[tuple[int, int], socket.socket] = {}
         self._stopping = (0, 0)  # round whose end was seen
         self._workers: EndedWorkers | None = None  # of this round
-        self._failure: tuple[CannotStart, ...] = ()  # of the workers of the last round
+        self._failure: tuple[WorkerFailed, ...] = ()  # of the workers of the last round
         self._commits = ((0, 0), 0)  # round, and its commits that the leader knows of
         self._ends = ""  # signal that tells this agent to end
         self._signal = EndSignal(self._told_to_end)
@@ -284,7 +284,9 @@ class SteeringHandler(RendezvousHandler):
         failed = self._workers.failure() if self._workers is not None and self._stopping != self._epoch else None
         self._failure = ()
         if failed is not None:
-            self._failure = (CannotStart(*self._who, self._epoch, failed.signature[:200], failed.text[:600]),)
+            self._failure = (
+                WorkerFailed(*self._who, self._epoch, failed.signature[:200], failed.text[:600], failed.remedy.value),
+            )
         self._end_watch()
         self._agent.end(last_look=True)
         self._end_left_workers()

@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 
 from unickpt.diagnosis.detectors.call_order import usual_after
-from unickpt.diagnosis.detectors.losses import losses
-from unickpt.diagnosis.detectors.verdicts import Cause, LongStepsNowAndThen, RotatingPauses
+from unickpt.diagnosis.detectors.losses import losses, slower_than_before
+from unickpt.diagnosis.detectors.verdicts import (
+    AllSlower,
+    Cause,
+    LongStepsNowAndThen,
+    RotatingPauses,
+    SlowerThanBefore,
+)
 from unickpt.diagnosis.snapshot.steps import STEP
 
 MS = 1e6
@@ -49,9 +55,65 @@ def test_steps_with_a_save_are_not_judged() -> None:
     assert losses(found) == []
 
 
+@pytest.mark.parametrize("count", [64, 256])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_that_are_late_by_chance_are_not_named(ranks: int) -> None:
-    assert not any(losses(steps(ranks, 64, noise_ns=60 * MS, seed=seed)) for seed in range(50))
+def test_ranks_that_are_late_by_chance_are_not_named(ranks: int, count: int) -> None:
+    hosts = {rank: f"n{rank % 2}" for rank in range(ranks)}
+    assert not any(losses(steps(ranks, count, noise_ns=60 * MS, seed=seed), hosts) for seed in range(50))
+
+
+@pytest.mark.parametrize(("every", "count"), [(3, 64), (7, 48), (13, 64), (30, 256), (60, 256)])
+def test_late_steps_at_equal_distances_need_not_be_many(every: int, count: int) -> None:
+    (verdict,) = losses(steps(4, count, lambda rank, step: every * 25 * MS * (rank == 1 and step % every == 2)))
+    assert verdict.ranks == (1,)
+    (item,) = verdict.evidence
+    assert isinstance(item, LongStepsNowAndThen)
+    assert item.every == every
+
+
+def test_late_steps_at_varying_distances_are_found_in_more_steps() -> None:
+    late = np.random.default_rng(3).choice(256, 20, replace=False)
+    (verdict,) = losses(steps(4, 256, lambda rank, step: 250 * MS * (rank == 3 and step in late)))
+    assert verdict.ranks == (3,)
+
+
+def test_the_ranks_of_a_host_may_be_late_together() -> None:
+    found = steps(6, 64, lambda rank, step: 250 * MS * (rank in (2, 3) and step % 7 == 0))
+    assert losses(found) == []  # hosts unknown: no rank is alone
+    (verdict,) = losses(found, {rank: f"n{rank // 2}" for rank in range(6)})
+    assert (verdict.ranks, verdict.victims) == ((2, 3), 4)
+
+
+HOSTS = {rank: "n0" for rank in range(4)}
+
+
+def slower(extra: Extra, *, from_step: int = 60, count: int = 120, **given: Any) -> Any:
+    return slower_than_before(steps(4, count, lambda rank, step: extra(rank, step) * (step >= from_step), **given), HOSTS)
+
+
+def test_ranks_that_all_take_longer_than_before_have_a_price() -> None:
+    (verdict,) = slower(lambda *_: 70 * MS)
+    assert (verdict.ranks, verdict.cause) == ((0, 1, 2, 3), Cause.COMPUTE)
+    (item,) = verdict.evidence
+    assert isinstance(item, SlowerThanBefore)
+    assert 68 * MS < item.excess_ns < 72 * MS
+    assert item.before == (6, 37)
+    assert verdict.next == AllSlower(("n0",), 6 + 120 - 32, 125)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_job_that_is_as_fast_as_before_is_not_slower(seed: int) -> None:
+    assert slower(nothing, noise_ns=60 * MS, seed=seed) == []
+    assert slower(lambda *_: 20 * MS, noise_ns=60 * MS, seed=seed) == []
+    assert slower(lambda rank, _: 70 * MS * (rank < 3), seed=seed) == []  # one is not
+    assert slower(lambda *_: 70 * MS, from_step=100, seed=seed) == []  # not long enough
+    assert slower(lambda _, step: 300 * MS * (step % 4 == 0), seed=seed) == []  # not all of its steps
+
+
+def test_other_calls_are_other_work() -> None:
+    found = steps(4, 120, lambda _, step: 70 * MS * (step >= 60))
+    found["calls"] = found["number"] >= 66
+    assert slower_than_before(found, HOSTS) == []
 
 
 def test_collections_in_turn_have_a_price_and_no_rank_is_slow() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import calendar
 import dataclasses
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,20 +18,47 @@ from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.recording.rank_ranges import MOST_RANKS
 from unickpt.diagnosis.recording.records import Op
-from unickpt.diagnosis.reports.verdict_line import RankList, VerdictLine
+from unickpt.diagnosis.reports.verdict_line import RankList, VerdictLine, clock_time
 from unickpt.diagnosis.reports.verdict_text import counted
 from unickpt.diagnosis.snapshot.snapshot import GroupInfo
 
 HANG = Verdict(
-    Syndrome.NON_COMMUNICATION_HANG, (2,), int(time.mktime((2026, 11, 22, 14, 3, 7, 0, 0, -1))) * 10**9,
+    Syndrome.NON_COMMUNICATION_HANG, (2,), calendar.timegm((2026, 11, 22, 14, 3, 7)) * 10**9,
     GroupInfo("7", "data parallel", ((0, 1, 4),)), Op.ALL_REDUCE, 118, 4096, victims=3, cause=Cause.COMPUTE,
-    state=State.RUNNING, at=Frame("lookup", "data/vocabulary.py", 33),
+    state=State.RUNNING, at=Frame("lookup", "data/vocabulary.py", 33), hosts=("node02",),
 )  # fmt: skip
-LINE = "unickpt HANG rank=2 op=all_reduce seq=118 group=dp[0-3] blocked=3 since=14:03:07 state=running at=data/vocabulary.py:33"
+LINE = (
+    "unickpt HANG rank=2 host=node02 op=all_reduce seq=118 group=dp[0-3] blocked=3 since=2026-11-22T14:03:07+00:00 "
+    "state=running at=data/vocabulary.py:33"
+)
 NAMES = [
     "two words", 'a "quote" \\ and more', "\x1b[2J\nunickpt HANG rank=0", "a=b", "größer", "[0-3]", "x] rank=5", "\ud800",
     "a" * 4000,
 ]  # fmt: skip
+
+
+def zone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("TZ", name)
+    time.tzset()
+
+
+@pytest.fixture(autouse=True)
+def _utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        zone(patch, "UTC")
+        yield
+    time.tzset()
+
+
+def test_the_time_has_its_zone(monkeypatch: pytest.MonkeyPatch) -> None:
+    zone(monkeypatch, "CET-1")
+    assert VerdictLine.of(HANG).since == "2026-11-22T15:03:07+01:00"
+    assert clock_time(HANG.since_ns) == "15:03:07+01:00"
+
+
+def test_hosts_that_do_not_fit_are_counted() -> None:
+    verdict = dataclasses.replace(HANG, hosts=tuple(f"n{number}" for number in range(11)))
+    assert parse_line(str(VerdictLine.of(verdict))).host == "n0,n1,n2,n3,n4,n5,n6,n7,+3"
 
 
 def test_the_line_of_a_hang() -> None:
@@ -44,8 +73,9 @@ def test_the_line_of_a_hang() -> None:
 def test_any_name_survives_the_line(syndrome: Syndrome, name: str) -> None:
     group = GroupInfo(name, name, ((0, 2, 3), (9, 1, 1)))
     verdict = dataclasses.replace(
-        HANG, syndrome=syndrome, group=group, link=(5, 1), at=Frame(name, name, 1), state=State.STUCK, cause=Cause.GARBAGE
-    )
+        HANG, syndrome=syndrome, group=group, link=(5, 1), at=Frame(name, name, 1), state=State.STUCK, cause=Cause.GARBAGE,
+        hosts=(name,),
+    )  # fmt: skip
     text = str(VerdictLine.of(verdict))
     assert text == printable(text)
     assert len(text) < 4096
@@ -92,7 +122,7 @@ def test_other_lines_are_refused(text: str) -> None:
 
 
 def test_unknown_keys_are_ignored() -> None:
-    assert parse_line(f"{LINE} host=b").ranks == RankList((2,))
+    assert parse_line(f"{LINE} weather=fine").ranks == RankList((2,))
 
 
 def test_ranks_are_counted() -> None:

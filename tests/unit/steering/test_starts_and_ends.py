@@ -15,9 +15,10 @@ import pytest
 from tests.support.repository import REPO
 from tests.unit.steering.checked_events import arrive, connect, members, run, started
 from tests.unit.steering.peers import until
+from unickpt.base.failure_kinds import FailureKind, Remedy
 from unickpt.base.round_folder import RINGS, RINGS_JOB, Failed, note_failure, read_failure, remove_note
 from unickpt.steering.host.workers import EndedWorkers
-from unickpt.steering.state.membership import Arrived, CannotStart, Committed, JobPhase, Leaving, Left, Membership, must_stop
+from unickpt.steering.state.membership import Arrived, Committed, JobPhase, Leaving, Left, Membership, WorkerFailed, must_stop
 from unickpt.steering.wire.codec import event_as_json, event_from_json, state_as_json, state_from_json
 from unickpt.testing.launch import environment
 
@@ -32,7 +33,7 @@ def epoch_of(state: Membership) -> tuple[int, int]:
 def fail(state: Membership, *signatures: str) -> Membership:
     """Let all hosts fail, the first with these errors, and begin the next round."""
     epoch = epoch_of(state)
-    state = run(state, *(CannotStart("h1", "1", epoch, signature, ERROR) for signature in signatures))
+    state = run(state, *(WorkerFailed("h1", "1", epoch, signature, ERROR, "restart") for signature in signatures))
     state = run(state, *(Arrived(name, "1", epoch) for name in ("h1", "h2")))
     return state if state.closed else connect(state)
 
@@ -64,6 +65,30 @@ def test_other_errors_and_progress_begin_a_new_count() -> None:
     assert fail(fail(job(retries=1), "a"), "a").closed
 
 
+def with_failure(remedy: str, *, reached: int = 0, hosts: int = 2, retries: int | None = 3) -> Membership:
+    """Return the job after the failure of a worker on h1 in its first round, at a step."""
+    state = replace(started(hosts, 1, hosts), reached=reached)
+    state = replace(state, limits=replace(state.limits, retries=retries))
+    return run(state, WorkerFailed("h1", "1", epoch_of(state), "KeyError a.py:1", "rank 0: KeyError: 'x' (a.py:1)", remedy))
+
+
+@pytest.mark.parametrize("reached", [0, 500])
+def test_an_error_that_a_restart_meets_again_ends_the_job_at_once(reached: int) -> None:
+    closed = with_failure("stop", reached=reached).closed
+    assert "a restart meets the same error: on h1: rank 0: KeyError: 'x' (a.py:1)" in closed
+    assert not with_failure("restart", reached=reached).closed
+    assert not with_failure("stop", reached=reached, retries=None).closed, "act=false"
+
+
+def test_a_host_whose_device_fails_is_out_unless_it_is_needed() -> None:
+    state = with_failure("evict")
+    assert not state.closed
+    assert list(state.parked) == ["h1"]
+    assert state.parked["h1"].reason == "rank 0: KeyError: 'x' (a.py:1)"
+    alone = with_failure("evict", hosts=1)
+    assert (alone.parked, alone.closed) == ({}, "")
+
+
 def test_nobody_begins_a_round_before_a_host_that_is_told_to_end_has_left() -> None:
     state = job()
     state = replace(state, limits=replace(state.limits, min_nodes=1))
@@ -75,7 +100,7 @@ def test_nobody_begins_a_round_before_a_host_that_is_told_to_end_has_left() -> N
     assert state.phase is JobPhase.GATHERING
     state = run(state, Left("h2", "1"))
     assert (state.phase, members(state)) == (JobPhase.OPENING, ["h1"])
-    for event in (Leaving("h2", "1", "SIGTERM"), CannotStart("h1", "1", (1, 1), "a", ERROR)):
+    for event in (Leaving("h2", "1", "SIGTERM"), WorkerFailed("h1", "1", (1, 1), "a", ERROR, "stop")):
         assert event_from_json(event_as_json(event)) == event
 
 
@@ -143,6 +168,9 @@ def test_the_agent_says_why_its_first_worker_has_failed(tmp_path: Path) -> None:
     assert ended("exit 1", noted=Failed("ValueError a.py:1", "ValueError: x (a.py:1)", True)) is None
     found = ended("exit 1", noted=Failed("ValueError a.py:1", "ValueError: x (a.py:1)", False))
     assert found == Failed("ValueError a.py:1", "rank 0: ValueError: x (a.py:1)", False)
+    late = Failed("KeyError a.py:1", "KeyError: 'x' (a.py:1)", True, FailureKind.PROGRAM, Remedy.STOP)
+    assert ended("exit 1", noted=late) == replace(late, text="rank 0: KeyError: 'x' (a.py:1)")
+    assert ended("exit 1", noted=replace(late, kind=FailureKind.CONNECTION, remedy=Remedy.RESTART, excused=False)) is None
 
 
 TOLD = """

@@ -21,7 +21,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "TRACE.parquet of ByteDance's straggler analysis, for its slowdown by the definitions of that analysis",
     )
     parser.add_argument(
-        "--steps", type=steps, metavar="A:B", help="first and last step of the window (default: the newest 20 steps)"
+        "--steps",
+        type=steps,
+        metavar="A:B",
+        help="first and last step of the window (default: the newest 20, or up to 64 if those take another time on average)",
     )
     parser.add_argument(
         "--without-rank", type=int, action="append", default=[], metavar="R",

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from unickpt.diagnosis.detectors.examine import Examination, examine
 from unickpt.diagnosis.detectors.hangs import LONGEST_S
 from unickpt.diagnosis.detectors.places import with_places
 from unickpt.diagnosis.detectors.tcp_links import LinkHistory
-from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
+from unickpt.diagnosis.detectors.verdicts import Reach, Syndrome, Verdict
 from unickpt.diagnosis.host import stack_dumps
 from unickpt.diagnosis.host.movement import ProcessSample, Traffic, same_place_s, sample, still_s
 from unickpt.diagnosis.host.process_exits import ExitWatcher, ProcessExit, append_exits
@@ -38,6 +39,7 @@ from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.host.tcp_counters import connections_of
 from unickpt.diagnosis.layer_costs.store import default_store
 from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
+from unickpt.diagnosis.reports.verdict_line import parse_line
 from unickpt.diagnosis.reports.verdict_text import VerdictText, render, render_all
 from unickpt.diagnosis.snapshot.clocks import on_one_clock
 from unickpt.diagnosis.snapshot.snapshot import RankSnapshot, Snapshot, kept_steps, take_snapshot
@@ -128,9 +130,9 @@ def watch(
             with contextlib.suppress(OSError):
                 os.utime(folder)
         if over(job):
-            ended = ended or time.monotonic()
+            last, ended = bool(ended), ended or time.monotonic()  # the statuses of the ends come after the first such look
             awaited = collector is not None and any(_lives(snapshot) for snapshot, age in collector.others() if age < _SILENT_S)
-            if not awaited or time.monotonic() - ended > _LINGER_S:
+            if last and (not awaited or time.monotonic() - ended > _LINGER_S):
                 return
         rings.exits.sleep(every_s)
 
@@ -223,14 +225,16 @@ class Agent:
         key: key that authenticates snapshots; empty for none.
         movement: whether to look at the movement of ranks that others wait for.
         store: file with the times of layers in earlier jobs; default: that of the user.
+        host: name of this host in a job whose hosts ``unickpt hosts`` takes out; '' in other jobs.
     """
 
     def __init__(
         self, folder: Path, tell: Tell, collector: Collector | None = None, address: Address = lambda: "", *, name: str = "",
-        key: bytes = b"", movement: bool = False, store: Path | None = None,
+        key: bytes = b"", movement: bool = False, store: Path | None = None, host: str = "",
     ) -> None:  # fmt: skip
         self._folder, self._tell, self._collector, self._address = folder, tell, collector, address
-        self._name, self._key, self._movement = name or name_of(folder), key, movement
+        self._name, self._key, self._movement, self._host = name or name_of(folder), key, movement, host
+        self._reach = Reach((str(folder),), steered=bool(host))
         self._last_told: dict[str, float] = {}
         self._last_found: dict[str, float] = {}
         self._slow: dict[str, tuple[int, float]] = {}
@@ -261,18 +265,21 @@ class Agent:
         connections = connections_of(pids)
         self._traffic.add(connections, time.monotonic())
         windows = self._sampler.window(time.monotonic_ns(), connections)
-        own = dataclasses.replace(own, ranks=ranks, windows=windows)
+        own = _named(dataclasses.replace(own, ranks=ranks, windows=windows), self._host)
         if self._collector is None:
             said = self._sent(own)
             if said is not None:
                 self._ask(said.ask, own)
                 for notice in said.notices:
-                    self._once(notice.key, notice.text)
+                    if self._once(notice.key, notice.text):
+                        line = parse_line(notice.text.line)
+                        about = {"syndrome": line.syndrome.value, "ranks": line.ranks.ranks}
+                        self._write({**about, **notice.text.as_json()}, own.now_ns)
                 return None
         others = self._collector.others() if self._collector is not None else []
         merged = on_one_clock([own, *(_aged(other, age) for other, age in others)])
         snapshot = self._history.with_more(merged)
-        found = examine(snapshot, usual=self._usual)
+        found = examine(snapshot, usual=self._usual, reach=self._reach)
         self._history.deadline_s = found.deadline_s
         if self._collector is not None:
             self._collector.publish(snapshot, found, read_status(self._folder))
@@ -384,9 +391,21 @@ class Agent:
             append_exits(self._folder, new)
 
     def _note(self, verdict: Verdict, text: VerdictText, found: Examination, snapshot: Snapshot) -> None:
-        entry = {**verdict.as_json(), **text.as_json(), "at_ns": snapshot.now_ns, "deadline_s": found.deadline_s}
+        self._write({**verdict.as_json(), **text.as_json(), "deadline_s": found.deadline_s}, snapshot.now_ns)
+
+    def _write(self, entry: Mapping[str, Any], at_ns: int) -> None:
+        entry = {**entry, "at_ns": at_ns}
         with contextlib.suppress(OSError):
             append(self._folder / VERDICTS, f"{json.dumps(entry)}\n".encode())
+
+
+def _named(snapshot: Snapshot, host: str) -> Snapshot:
+    """Return the snapshot of a host with the name that the job gives it; unchanged without one."""
+    if not host:
+        return snapshot
+    ranks = {rank: dataclasses.replace(one, host=host) for rank, one in snapshot.ranks.items()}
+    absent = {rank: dataclasses.replace(one, host=host) for rank, one in snapshot.absent.items()}
+    return dataclasses.replace(snapshot, ranks=ranks, absent=absent)
 
 
 def _aged(snapshot: Snapshot, age_s: float) -> Snapshot:

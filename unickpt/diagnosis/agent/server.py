@@ -17,7 +17,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from socket import socket
 from types import MappingProxyType
 from typing import Any
@@ -220,9 +220,7 @@ def serve(
             said = hub.take(agent, snapshot)
             return self.reply(
                 200,
-                json.dumps(
-                    {"ask": said.ask, "notices": [[n.key, n.text.line, n.text.sentence, n.text.next] for n in said.notices]}
-                ).encode(),
+                json.dumps({"ask": said.ask, "notices": [[n.key, *astuple(n.text)] for n in said.notices]}).encode(),
             )
 
         def do_GET(self) -> None:  # noqa: N802
@@ -290,9 +288,10 @@ def send(address: str, agent: str, snapshot: Snapshot, key: bytes = b"") -> Agen
         raise FormatError(f"{_without_secret(address)}: not the answer of an agent ({err})") from err
 
 
-def _notice(key: Any, line: Any, sentence: Any, then: Any = "") -> Notice:
+def _notice(key: Any, line: Any, *texts: Any) -> Notice:
     """Check a notice from the network: its line must be the line of a verdict."""
-    return Notice(str(key), VerdictText(str(parse_line(str(line))), str(sentence), str(then)))
+    sentence, then, command, since = (str(each) for each in (*texts, "", "", "")[:4])
+    return Notice(str(key), VerdictText(str(parse_line(str(line))), sentence, then, command, since))
 
 
 def fetch(address: str) -> Snapshot:

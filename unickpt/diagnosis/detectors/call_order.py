@@ -6,16 +6,28 @@ Steps repeat. The longest piece of earlier calls that is like the newest ones sh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.snapshot.snapshot import Calls
+from unickpt.diagnosis.snapshot.steps import StepRows
 
 CallKey = tuple[int, ...]  # of calls that are alike: communicator, source, destination, operation, data type, shape
 _KEY = ["comm", "source", "destination", "op", "dtype", "shape"]
 _ALIKE = 12  # newest calls that are compared
 FEWEST = 2  # of them that must be like earlier ones
 _AHEAD = 64  # calls that a rank may have left out
+
+
+@dataclass(frozen=True, slots=True)
+class CallCounts:
+    """Attributes: calls of one kind that a rank, and another one, have made since the begin of a step."""
+
+    made: int
+    of: int
+    since_step: int
 
 
 class CallOrder:
@@ -58,6 +70,28 @@ class CallOrder:
         if not usual or usual[0] != theirs[there] or usual[0] == keys[at]:
             return False, 0
         return True, usual.index(keys[at]) if keys[at] in usual else 0
+
+    def made(self, rank: int, other_rank: int, comm: int, op: Op, steps: StepRows) -> CallCounts | None:
+        """Return how many calls of an operation in a communicator two ranks have made since the first step known of both.
+
+        None without such a step. The oldest calls of a rank may be lost in the middle of a step.
+        """
+        both = [self._calls[self._calls["rank"] == each] for each in (rank, other_rank)]
+        if not all(len(calls) for calls in both):
+            return None
+        begins: list[dict[int, int]] = []
+        for each, calls in zip((rank, other_rank), both, strict=True):
+            own = steps[(steps["rank"] == each) & (steps["begin_ns"] >= calls["call_ns"].min())]
+            begins.append(dict(own[["number", "begin_ns"]].tolist()))
+        common = begins[0].keys() & begins[1].keys()
+        if not common:
+            return None
+        first = min(common)
+        counts = [
+            int(((calls["comm"] == comm) & (calls["op"] == op) & (calls["call_ns"] >= begin[first])).sum())
+            for calls, begin in zip(both, begins, strict=True)
+        ]
+        return CallCounts(counts[0], counts[1], first)
 
 
 def usual_after(keys: Sequence[CallKey]) -> list[CallKey]:

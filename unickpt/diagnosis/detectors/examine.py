@@ -12,10 +12,11 @@ import numpy.typing as npt
 
 from unickpt.diagnosis.detectors.device_waits import infer_device_waits
 from unickpt.diagnosis.detectors.ended import calls_of_ended
+from unickpt.diagnosis.detectors.failed_jobs import failed_job
 from unickpt.diagnosis.detectors.hangs import deadline_s, hangs
 from unickpt.diagnosis.detectors.mismatches import mismatches
 from unickpt.diagnosis.detectors.next_steps import hint_of
-from unickpt.diagnosis.detectors.places import SLOW, gone_on, waiting_ranks, with_places
+from unickpt.diagnosis.detectors.places import SLOW, gone_on, hosts_of, waiting_ranks, with_places
 from unickpt.diagnosis.detectors.slowness import slowness
 from unickpt.diagnosis.detectors.tcp_links import LinkHistory, Links, links_of, stuck_links
 from unickpt.diagnosis.detectors.verdicts import (
@@ -24,6 +25,7 @@ from unickpt.diagnosis.detectors.verdicts import (
     DownMember,
     Exited,
     NotBegun,
+    Reach,
     SilentLinks,
     Syndrome,
     Verdict,
@@ -40,6 +42,7 @@ _LONG = (Phase.CHECKPOINT, Phase.EVALUATION, Phase.DATA)
 WRITING_S = 600.0  # that others may wait for a rank that saves or evaluates, or loads weights before its first call
 
 TOGETHER_NS = int(TOGETHER_S * 1e9)
+_UNKNOWN = Reach()
 AT_ONCE_NS = 5_000_000  # between ends of processes that are independent of each other
 
 
@@ -56,13 +59,16 @@ class Examination:
     deadline_s: float
 
 
-def examine(snapshot: Snapshot, *, after_s: float | None = None, usual: LinkHistory | None = None) -> Examination:
+def examine(
+    snapshot: Snapshot, *, after_s: float | None = None, usual: LinkHistory | None = None, reach: Reach = _UNKNOWN
+) -> Examination:
     """Find what is wrong with a job at the time of a snapshot.
 
     Args:
         snapshot: all known ranks of the job.
         after_s: seconds that a call may take; default: derived from the job's own calls and steps.
         usual: past of the job's links, if the caller has watched the job from its beginning.
+        reach: how a person reaches the job.
     """
     if len(snapshot.steps):  # others have made steps with them, so these ranks are not timed
         snapshot = dataclasses.replace(snapshot, absent={})
@@ -70,11 +76,12 @@ def examine(snapshot: Snapshot, *, after_s: float | None = None, usual: LinkHist
     links = links_of(snapshot.windows)
     slow = slowness(snapshot, links, usual)  # in a hanging job, too: the history of the links goes on
     verdicts = _hangs(snapshot, links, limit_s, patient=after_s is None) or slow
-    return Examination([_complete(verdict, snapshot) for verdict in verdicts], limit_s)
+    verdicts = [*verdicts, *failed_job(snapshot)]
+    return Examination([_complete(verdict, snapshot, reach) for verdict in verdicts], limit_s)
 
 
-def _complete(verdict: Verdict, snapshot: Snapshot) -> Verdict:
-    verdict = _with_cause(verdict, snapshot)
+def _complete(verdict: Verdict, snapshot: Snapshot, reach: Reach) -> Verdict:
+    verdict = dataclasses.replace(_with_cause(verdict, snapshot), hosts=hosts_of(verdict, snapshot), reach=reach)
     waiting = waiting_ranks(verdict, snapshot) if verdict.syndrome not in SLOW else ()
     hint, passed = hint_of(verdict, snapshot), gone_on(verdict, snapshot)
     return with_places(dataclasses.replace(verdict, waiting=waiting, next=hint, gone_on=passed), snapshot)
@@ -271,7 +278,7 @@ def _with_link(verdict: Verdict, links: Links) -> Verdict:
 
 def _with_cause(verdict: Verdict, snapshot: Snapshot) -> Verdict:
     """Return the verdict with a cause: the phase of the ranks at fault, or of the ranks that wait for them."""
-    if verdict.cause:
+    if verdict.cause or verdict.syndrome is Syndrome.FAILED:
         return verdict
     if verdict.syndrome in (Syndrome.COMMUNICATION_HANG, Syndrome.COMMUNICATION_SLOW):
         return dataclasses.replace(verdict, cause=Cause.COMMUNICATION)

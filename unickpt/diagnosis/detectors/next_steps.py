@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from unickpt.diagnosis.detectors.call_order import CallOrder
@@ -15,10 +16,14 @@ from unickpt.diagnosis.detectors.verdicts import (
     DownMember,
     Exited,
     Hint,
+    LongStepsNowAndThen,
+    LooksAtNetwork,
     LooksAtProcess,
     Matter,
     NotBegun,
     OffTrack,
+    OtherOrder,
+    RotatingPauses,
     SameSideFirst,
     Syndrome,
     Verdict,
@@ -28,22 +33,24 @@ from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
 
 _KILLED = "SIGKILL"
+_BY_CAUSE = {Cause.DATA: Matter.NO_DATA, Cause.CHECKPOINT: Matter.SAVES}
 
 
 def hint_of(verdict: Verdict, snapshot: Snapshot) -> Hint | None:
-    """Return the hint of a verdict; None if the records do not show what to look at."""
+    """Return what to look at; None if nothing is known of the ranks."""
     if verdict.next is not None:
         return verdict.next
     match verdict.syndrome:
         case Syndrome.MISMATCH:
-            return _of_mismatch(verdict, snapshot)
+            return _of_mismatch(verdict, snapshot) or OtherOrder(verdict.ranks)
         case Syndrome.DEADLOCK:
-            return _of_deadlock(verdict, snapshot)
+            return _of_deadlock(verdict, snapshot) or OtherOrder(verdict.ranks)
         case Syndrome.NON_COMMUNICATION_HANG:
             return _of_process(verdict, snapshot)
         case Syndrome.NON_COMMUNICATION_SLOW:
             return _of_slow(verdict, snapshot)
-    return None
+        case Syndrome.COMMUNICATION_HANG | Syndrome.COMMUNICATION_SLOW:
+            return LooksAtNetwork(verdict.hosts, verdict.link, slow=verdict.syndrome is Syndrome.COMMUNICATION_SLOW)
 
 
 def _of_mismatch(verdict: Verdict, snapshot: Snapshot) -> Hint | None:
@@ -81,25 +88,34 @@ def _off_track(
         found.append(OffTrack(ranks, call, others, usual, left_out, as_before))
     sure = [hint for hint in found if hint.as_before]
     if len(sure) == 1:
-        return sure[0]
+        return _counted(sure[0], order, snapshot)
     blamed = [hint for hint in found if set(hint.ranks) <= set(at_fault) and not set(hint.others) <= set(at_fault)]
-    return blamed[0] if blamed else None
+    return _counted(blamed[0], order, snapshot) if blamed else None
+
+
+def _counted(hint: OffTrack, order: CallOrder, snapshot: Snapshot) -> OffTrack:
+    """Return the hint with how often both sides have made the usual call, if that shows calls that are left out."""
+    usual = snapshot.comm_of(hint.usual.group.name), hint.usual.op
+    found = order.made(hint.ranks[0], hint.others[0], *usual, snapshot.steps)
+    if found is None or found.made >= found.of:
+        return hint
+    return dataclasses.replace(hint, made=found.made, of=found.of, since_step=found.since_step)
 
 
 def _of_process(verdict: Verdict, snapshot: Snapshot) -> Hint | None:
     for item in verdict.evidence:
         if isinstance(item, NotBegun):
             return LooksAtProcess(item.rank, item.pid, item.host, Matter.NOT_BEGUN)
-        if isinstance(item, Exited | DownMember) and _was_killed(item.status):
-            return _at(item.rank, snapshot, Matter.KILLED)
+        if isinstance(item, Exited | DownMember) and item.status is not None:
+            return _at(item.rank, snapshot, Matter.KILLED if _was_killed(item.status) else Matter.FAILED)
     one = snapshot.ranks.get(verdict.ranks[0]) if verdict.ranks else None
     if one is None:
         return None
-    if one.state is State.STOPPED:
-        return _at(verdict.ranks[0], snapshot, Matter.STOPPED)
-    if one.state is State.DEAD and _was_killed(one.exit):
-        return _at(verdict.ranks[0], snapshot, Matter.KILLED)
-    return _at(verdict.ranks[0], snapshot, Matter.NO_DATA) if verdict.cause is Cause.DATA else None
+    by_state = {State.STOPPED: Matter.STOPPED, State.STUCK: Matter.STUCK}
+    if one.state is State.DEAD:
+        return _at(verdict.ranks[0], snapshot, Matter.KILLED if _was_killed(one.exit) else Matter.FAILED)
+    by_cause = _BY_CAUSE.get(verdict.cause, Matter.BUSY) if verdict.cause is not None else Matter.BUSY
+    return _at(verdict.ranks[0], snapshot, by_state.get(one.state, by_cause))
 
 
 def _was_killed(status: ExitStatus | None) -> bool:
@@ -107,13 +123,17 @@ def _was_killed(status: ExitStatus | None) -> bool:
 
 
 def _of_slow(verdict: Verdict, snapshot: Snapshot) -> Hint | None:
+    in_turn = any(isinstance(item, RotatingPauses) for item in verdict.evidence)
+    if verdict.cause is Cause.GARBAGE or in_turn:
+        return CollectTogether(verdict.ranks)
     if any(isinstance(item, CpuStarvation) for item in verdict.evidence):
         return _at(verdict.ranks[0], snapshot, Matter.STARVED)
-    if verdict.cause is Cause.GARBAGE:
-        return CollectTogether(verdict.ranks)
-    return _at(verdict.ranks[0], snapshot, Matter.NO_DATA) if verdict.cause is Cause.DATA else None
+    if verdict.cause is Cause.DATA:
+        return _at(verdict.ranks[0], snapshot, Matter.NO_DATA)
+    late = any(isinstance(item, LongStepsNowAndThen) for item in verdict.evidence)
+    return _at(verdict.ranks[0], snapshot, Matter.LATE if late else Matter.SLOW)
 
 
-def _at(rank: int, snapshot: Snapshot, matter: Matter) -> LooksAtProcess:
-    one = snapshot.ranks[rank]
-    return LooksAtProcess(rank, one.pid, one.host, matter)
+def _at(rank: int, snapshot: Snapshot, matter: Matter) -> LooksAtProcess | None:
+    one = snapshot.ranks.get(rank)
+    return None if one is None else LooksAtProcess(rank, one.pid, one.host, matter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
 
 SLOW = (Syndrome.COMMUNICATION_SLOW, Syndrome.NON_COMMUNICATION_SLOW)
+_IN_PROCESS = (Syndrome.NON_COMMUNICATION_HANG, Syndrome.NON_COMMUNICATION_SLOW, Syndrome.FAILED)
 OF_A_CALL, MOST = 4, 16  # ranks that are asked where they wait: of one call, and in all
 
 
@@ -21,6 +22,15 @@ def waiting_ranks(verdict: Verdict, snapshot: Snapshot) -> tuple[int, ...]:
     """Return some of the ranks in the calls of a verdict, without those at fault."""
     sets = [_of(ranks, verdict) for ranks in _named(verdict)] or [_of(_entered(verdict, snapshot), verdict)]
     return tuple(sorted({rank for ranks in sets for rank in ranks[:OF_A_CALL]})[:MOST])
+
+
+def hosts_of(verdict: Verdict, snapshot: Snapshot) -> tuple[str, ...]:
+    """Return the hosts of the ranks at fault, or of the two ends of a link at fault, each once."""
+    known = {rank: one.host for rank, one in snapshot.absent.items()}
+    known |= {rank: one.host for rank, one in snapshot.ranks.items()}
+    in_network = verdict.syndrome in (Syndrome.COMMUNICATION_HANG, Syndrome.COMMUNICATION_SLOW)
+    ranks = verdict.link if verdict.link is not None and in_network else verdict.ranks
+    return tuple(dict.fromkeys(known[rank] for rank in ranks if rank in known))
 
 
 def _of(ranks: Iterable[int], verdict: Verdict) -> list[int]:
@@ -63,16 +73,17 @@ def gone_on(verdict: Verdict, snapshot: Snapshot) -> tuple[int, ...]:
 
 def with_places(verdict: Verdict, snapshot: Snapshot) -> Verdict:
     """Return the verdict with all known places, and the state of the first rank at fault if the fault is in its process."""
-    places = (*_places(verdict.ranks, snapshot, waiting=False), *_places(verdict.waiting, snapshot, waiting=True))
+    places = (*ranks_at(verdict.ranks, snapshot, waiting=False), *ranks_at(verdict.waiting, snapshot, waiting=True))
     first = snapshot.ranks.get(verdict.ranks[0]) if verdict.ranks else None
     at = place_of(first.stack) if first is not None else None
     absent = snapshot.absent.get(verdict.ranks[0]) if verdict.ranks else None
     state = first.state if first is not None else absent.state if absent is not None else None
-    in_process = verdict.syndrome in (Syndrome.NON_COMMUNICATION_HANG, Syndrome.NON_COMMUNICATION_SLOW)
+    in_process = verdict.syndrome in _IN_PROCESS
     return dataclasses.replace(verdict, state=state if in_process else None, at=at, places=places)
 
 
-def _places(ranks: tuple[int, ...], snapshot: Snapshot, *, waiting: bool) -> list[RankPlaces]:
+def ranks_at(ranks: Sequence[int], snapshot: Snapshot, *, waiting: bool) -> list[RankPlaces]:
+    """Return where ranks are, those in one place together; of many, the first ones. ``waiting``: whether they only wait."""
     found: dict[Frame, list[int]] = defaultdict(list)
     for rank in ranks[:MOST]:
         one = snapshot.ranks.get(rank)

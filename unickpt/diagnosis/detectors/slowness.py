@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from unickpt.diagnosis.detectors.losses import losses
+from unickpt.diagnosis.detectors.losses import losses, slower_than_before
 from unickpt.diagnosis.detectors.p2p_links import slow_links, transfers_of
 from unickpt.diagnosis.detectors.slow_layers import slow_layers
 from unickpt.diagnosis.detectors.stragglers import stragglers
 from unickpt.diagnosis.detectors.tcp_links import LinkHistory, Links
-from unickpt.diagnosis.detectors.verdicts import Cause, CpuStarvation, Syndrome, Verdict
+from unickpt.diagnosis.detectors.verdicts import Cause, CpuStarvation, RotatingPauses, Syndrome, Verdict
 from unickpt.diagnosis.snapshot.snapshot import WARM_UP, Snapshot
 
 STARVED, CROWDED_FOR_NS = 0.5, 5_000_000_000  # share of time, and time, without a processor: slow for that reason alone
@@ -27,20 +27,29 @@ def slowness(snapshot: Snapshot, links: Links, usual: LinkHistory | None) -> lis
     # without traffic from a late rank, acknowledgements are delayed, too
     late = bool(short_of_cpu or stragglers(snapshot.steps, last=LATE_OF, fewest=LATE))
     slow_ranks = stragglers(snapshot.steps) or short_of_cpu or slow_layers(snapshot)
-    lost = [] if slow_ranks else losses(snapshot.steps)
-    in_turn = [each for each in lost if each.cause is Cause.GARBAGE and len(each.ranks) > 1]  # says nothing about links
+    hosts = {rank: one.host for rank, one in snapshot.ranks.items()}
+    lost = [] if slow_ranks else losses(snapshot.steps, hosts)
+    in_turn = [each for each in lost if isinstance(each.evidence[0], RotatingPauses)]  # says nothing about links
     slow_ranks = slow_ranks or [each for each in lost if each not in in_turn]
     slow: list[Verdict] = []
     if usual is not None and late:
         usual.forget()
     elif usual is not None:
         judged = links[~np.isin(links["source"], starved) & ~np.isin(links["destination"], starved)]
-        slow = usual.slow(judged, snapshot.now_ns, {rank: one.host for rank, one in snapshot.ranks.items()})
+        slow = usual.slow(judged, snapshot.now_ns, hosts)
     verdicts = [*slow, *slow_ranks]
     kernel = len(snapshot.windows) > 0  # its counters are better evidence than transfers
     if not verdicts and not late and not kernel and _in_motion(snapshot):
         verdicts = slow_links(transfers_of(snapshot.calls))
-    return [*verdicts, *in_turn]
+    verdicts = [*verdicts, *in_turn]
+    # only where the job was watched: that its ranks had processors is not in the records
+    return verdicts if verdicts or usual is None or _is_crowded(snapshot) else slower_than_before(snapshot.steps, hosts)
+
+
+def _is_crowded(snapshot: Snapshot) -> bool:
+    """Return whether most ranks wait for a processor: other programs use the machine, too."""
+    waits = [one.cpu_wait for one in snapshot.ranks.values()]
+    return bool(waits) and float(np.median(waits)) > CROWDED
 
 
 def _in_motion(snapshot: Snapshot) -> bool:

@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from unickpt.base.failure_kinds import FailureKind, Remedy
 from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame
@@ -25,6 +26,23 @@ class Syndrome(enum.Enum):
     NON_COMMUNICATION_SLOW = "non-communication slow"
     MISMATCH = "mismatched collectives"
     DEADLOCK = "deadlock between groups"
+    FAILED = "failed job"
+
+    @property
+    def meaning(self) -> str:
+        """What it is, for a reader who does not know C4's names."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    Syndrome.COMMUNICATION_HANG: "a call that all members have entered and that does not end",
+    Syndrome.NON_COMMUNICATION_HANG: "a rank that the others wait for is busy elsewhere, stopped or dead",
+    Syndrome.COMMUNICATION_SLOW: "transfers of a link, or of all links of a rank, take longer than others or than before",
+    Syndrome.NON_COMMUNICATION_SLOW: "the own work of a rank, between its calls, takes longer than that of its peers",
+    Syndrome.MISMATCH: "ranks make different calls where all must make the same one",
+    Syndrome.DEADLOCK: "ranks wait for each other in different calls",
+    Syndrome.FAILED: "all ranks have ended, and not in order: the first cause, and what followed from it",
+}
 
 
 class Cause(enum.Enum):
@@ -258,9 +276,50 @@ class LongStepsNowAndThen:
     every: int
 
 
+@dataclass(frozen=True, slots=True)
+class EndsAlike:
+    """Processes that have ended in the same way. The first such item of a verdict is the cause, the others follow from it.
+
+    Attributes:
+        ranks: their ranks.
+        status: exit status; None if unknown.
+        error: class of the exception; '' for none.
+        text: its message and place, of the first of ``ranks``; '' for none.
+        at_ns: time of the first of these ends.
+        asked: whether somebody has ended them, such as the launcher after the end of another rank.
+    """
+
+    ranks: tuple[int, ...]
+    status: ExitStatus | None
+    error: str
+    text: str
+    at_ns: int
+    asked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SlowerThanBefore:
+    """Every rank takes longer per step than earlier in the job, with the same calls.
+
+    Attributes:
+        excess_ns: by how much the own time per step has grown, median over ranks and steps.
+        step_ns: median duration of a step now.
+        times: own time now, as a multiple of that before.
+        steps: number of newest steps compared.
+        before: first and last of the steps that they are compared with.
+    """
+
+    excess_ns: float
+    step_ns: float
+    times: float
+    steps: int
+    before: tuple[int, int]
+
+
 Evidence = (
-    NotEntered | Unfinished | CircularWait | CallVariant | LongSteps | SlowLayers | SlowTransfers | CpuStarvation | Exited
-    | DownMember | SilentLinks | NotBegun | CallAlone | RotatingPauses | LongStepsNowAndThen
+    EndsAlike | NotEntered | Unfinished | CircularWait | CallVariant | LongSteps | SlowLayers | SlowTransfers | CpuStarvation
+    | Exited | DownMember | SilentLinks | NotBegun | CallAlone | RotatingPauses | LongStepsNowAndThen
+    | SlowerThanBefore
 )  # fmt: skip
 
 
@@ -278,6 +337,9 @@ class OffTrack:
         usual: the other call.
         left_out: number of calls that ``ranks`` have left out, by the order in earlier steps; 0 if unknown.
         as_before: whether earlier steps have ``usual`` at this place.
+        made: calls like ``usual`` that the first of ``ranks`` has made since step ``since_step``; 0 if unknown.
+        of: such calls of the first of ``others``, with that in which it waits.
+        since_step: first step of which all calls of both are known.
     """
 
     ranks: tuple[int, ...]
@@ -286,6 +348,16 @@ class OffTrack:
     usual: CallRef
     left_out: int = 0
     as_before: bool = False
+    made: int = 0
+    of: int = 0
+    since_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OtherOrder:
+    """``ranks`` have left the common order of calls, and earlier steps do not show where."""
+
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +388,7 @@ class EndedEarly:
 
 @dataclass(frozen=True, slots=True)
 class LooksAtProcess:
-    """The process of ``rank`` has the answer: it is stopped, was killed, waits for data, or has not begun.
+    """The process of ``rank`` has the answer.
 
     Attributes:
         rank: global rank.
@@ -339,6 +411,58 @@ class Matter(enum.Enum):
     NO_DATA = "no data"
     NOT_BEGUN = "not begun"
     STARVED = "no processor"
+    FAILED = "failed"  # has ended by itself, but not in order
+    STUCK = "in uninterruptible sleep"
+    BUSY = "busy"  # in a computation, a loop or a wait of the program
+    SAVES = "saves"
+    SLOW = "slow"
+    LATE = "late now and then"
+
+
+@dataclass(frozen=True, slots=True)
+class LooksAtNetwork:
+    """The network between ``hosts`` has the answer.
+
+    Attributes:
+        hosts: hosts of the ranks at fault; of a link its two ends.
+        link: source and destination rank, if a single link is at fault.
+        slow: whether the network is slow; otherwise a call does not end.
+    """
+
+    hosts: tuple[str, ...]
+    link: tuple[int, int] | None = None
+    slow: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AllSlower:
+    """What all ranks share has the answer: clocks of devices, power, cooling, storage, or the program itself.
+
+    Attributes:
+        hosts: hosts of the job.
+        first, last: newest steps that are slow.
+    """
+
+    hosts: tuple[str, ...]
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Helps:
+    """What helps after the end of ``rank``.
+
+    Attributes:
+        rank: global rank.
+        host: host name.
+        kind: what has failed.
+        remedy: what helps.
+    """
+
+    rank: int
+    host: str
+    kind: FailureKind
+    remedy: Remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +472,23 @@ class CollectTogether:
     ranks: tuple[int, ...]
 
 
-Hint = OffTrack | SameSideFirst | OneCallMore | EndedEarly | LooksAtProcess | CollectTogether
+Hint = (
+    OffTrack | OtherOrder | SameSideFirst | OneCallMore | EndedEarly | LooksAtProcess | LooksAtNetwork | CollectTogether
+    | Helps | AllSlower
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How a person reaches the job.
+
+    Attributes:
+        rings: folders of its rings, as arguments of ``unickpt`` commands; empty if unknown.
+        steered: whether ``unickpt hosts`` takes its hosts out.
+    """
+
+    rings: tuple[str, ...] = ()
+    steered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,8 +527,10 @@ class Verdict:
         at: where that rank's main thread is: the innermost frame of the user's own code; None if unknown.
         waiting: some of the ranks that wait.
         places: where the ranks at fault and some of the waiting ones are.
-        next: what to look at, where that is known.
+        next: what to look at; None only for a verdict that is not on a job, as in tests.
         gone_on: ranks at fault that have got through the call in question: they are elsewhere now.
+        hosts: hosts of the ranks at fault, each once, as the job names them.
+        reach: how a person reaches the job.
     """
 
     syndrome: Syndrome
@@ -409,6 +551,8 @@ class Verdict:
     places: tuple[RankPlaces, ...] = ()
     next: Hint | None = None
     gone_on: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    reach: Reach = Reach()
 
     @property
     def waits_at(self) -> Frame | None:
@@ -427,6 +571,8 @@ class Verdict:
         found: dict[str, Any] = _plain(self)
         found["evidence"] = [{"kind": type(each).__name__, **_plain(each)} for each in self.evidence]
         found["next"] = {"kind": type(self.next).__name__, **_plain(self.next)} if self.next is not None else None
+        found["waits_at"] = _plain(self.waits_at)
+        found["meaning"] = self.syndrome.meaning
         return found
 
 

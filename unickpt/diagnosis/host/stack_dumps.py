@@ -1,7 +1,8 @@
 """Python stacks of another process: a signal on which Python's fault handler writes them to a file.
 
 This works while the interpreter's lock is held and in an endless loop of Python or C, but not while the process is stopped.
-If the program uses the same real-time signal, there are no stacks. A process that an exception ends writes where it was raised.
+If the program uses the same real-time signal, there are no stacks. A process that an exception ends writes where it was raised,
+and one that SIGTERM or a fatal signal ends where it was: a launcher ends all ranks as soon as one has ended.
 """
 
 from __future__ import annotations
@@ -82,8 +83,25 @@ def listen(path: Path) -> IO[bytes] | None:
     return file
 
 
-def ignore() -> None:
-    """Stop writing stacks."""
+def listen_to_end(file: IO[bytes]) -> bool:
+    """Write this process's stacks to a file when SIGTERM or a fatal signal ends it. What the program has set itself stays.
+
+    Return whether fatal signals are among them; ``ignore`` needs it.
+    """
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            faulthandler.register(signal.SIGTERM, file, all_threads=True, chain=True)
+        if not faulthandler.is_enabled():
+            faulthandler.enable(file, all_threads=True)
+            return True
+    return False
+
+
+def ignore(*, fatal: bool = False) -> None:
+    """Stop writing stacks, also in a fork of the process. ``fatal``: the result of ``listen_to_end``."""
+    faulthandler.unregister(signal.SIGTERM)
+    if fatal:
+        faulthandler.disable()
     if SIGNAL is not None:
         faulthandler.unregister(SIGNAL)
 

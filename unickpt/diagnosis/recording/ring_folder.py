@@ -19,7 +19,7 @@ from unickpt.base.errors import CoordinationError, FormatError, NotACheckpointEr
 from unickpt.base.logs import printable
 from unickpt.base.private_files import TOKEN, file_name, make_folder, own_folders, read_text, replacing
 from unickpt.base.prometheus import NOT_ANSWERED, Scrape, scrape_from
-from unickpt.base.round_folder import ROUND
+from unickpt.base.round_folder import ROUND, Failed, read_failure
 from unickpt.diagnosis.host.process_state import State, state_of
 from unickpt.diagnosis.recording.launched import AbsentRank, LaunchNote, absent_ranks, read_launches
 from unickpt.diagnosis.recording.ring import SUFFIX, Identity, RingContents, RingReader
@@ -41,6 +41,7 @@ class HostRings:
         offsets_ns: wall clock minus monotonic clock of each rank. It is the same for all ranks of a host within one boot, so
             that setting the wall clock moves all of them together and no call looks older.
         absent: ranks that were started on a host of the folder and have no ring.
+        failures: exceptions that have ended ranks.
     """
 
     ranks: Mapping[int, RingContents]
@@ -49,6 +50,7 @@ class HostRings:
     now_ns: int
     offsets_ns: Mapping[int, int]
     absent: Mapping[int, AbsentRank] = field(default_factory=dict)
+    failures: Mapping[int, Failed] = field(default_factory=dict)
 
 
 def start_of_workers() -> str:
@@ -87,7 +89,10 @@ def read_folder(folder: Path, *, last: int | None = None) -> HostRings:
     ranks = {rank: ring for rank, ring in ranks.items() if not _of_earlier_start(ring.identity, launches)}
     states = {rank: _state(ring.identity) for rank, ring in ranks.items()}
     absent = absent_ranks(launches, ranks) if ranks else {}
-    return HostRings(ranks, states, tuple(unreadable), time.time_ns(), _offsets_ns(ranks), absent)
+    noted = {rank: read_failure(folder, rank) for rank, ring in ranks.items() if ring.raised}
+    # a note that is older than the ring is of an earlier start
+    failures = {rank: one for rank, one in noted.items() if one is not None and one.at_ns >= ranks[rank].identity.wall_ns}
+    return HostRings(ranks, states, tuple(unreadable), time.time_ns(), _offsets_ns(ranks), absent, failures)
 
 
 def _of_earlier_start(who: Identity, launches: Sequence[LaunchNote]) -> bool:
@@ -176,6 +181,11 @@ def own_jobs(parent: Path) -> list[Path]:
     """Return the folders of this user's jobs that hold rings, the last changed one last."""
     found = [folder for folder in own_folders(parent, _own_prefix()) if any(folder.glob(f"*{SUFFIX}"))]
     return sorted(found, key=lambda folder: folder.lstat().st_mtime)
+
+
+def job_of(folder: Path) -> str:
+    """Return the name of the job of a folder: the same for all its rounds."""
+    return folder.name.rpartition("-")[0]
 
 
 def remove_old(parent: Path, *, older_than_s: float) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.places import MOST, with_places
-from unickpt.diagnosis.detectors.verdicts import Verdict
+from unickpt.diagnosis.detectors.verdicts import Reach, Verdict
 from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
 from unickpt.diagnosis.reports.verdict_text import VerdictText, render
 from unickpt.diagnosis.snapshot.clocks import clock_offsets, on_one_clock
@@ -36,7 +36,8 @@ class Hosts:
     def judged(self, *, after_s: float | None) -> list[tuple[Verdict, VerdictText]]:
         """Return the verdicts on the job with their texts; ``after_s`` is the number of seconds that a call may take."""
         snapshot = on_one_clock([take_snapshot(job, newest_steps=KEPT_STEPS) for job in self.jobs])
-        verdicts, snapshot = placed(examine(snapshot, after_s=after_s).verdicts, snapshot, self.folders)
+        found = examine(snapshot, after_s=after_s, reach=Reach(tuple(map(str, self.folders))))
+        verdicts, snapshot = placed(found.verdicts, snapshot, self.folders)
         return [(verdict, render(verdict, snapshot)) for verdict in verdicts]
 
 

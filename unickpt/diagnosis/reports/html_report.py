@@ -22,6 +22,7 @@ from unickpt.base.arrays import Floats, Ints
 from unickpt.base.errors import StorageError
 from unickpt.base.memory_status import MemoryStatus
 from unickpt.diagnosis.detectors.verdicts import Verdict
+from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.recording.rank_ranges import progressions
 from unickpt.diagnosis.recording.records import Op, bytes_in
 from unickpt.diagnosis.reports.arrivals import MEASURES, StepTable, by_step
@@ -29,6 +30,7 @@ from unickpt.diagnosis.reports.checkpoint_io import CheckpointIo, checkpoint_io
 from unickpt.diagnosis.reports.job_records import OP_NAMES, JobRecords, unended
 from unickpt.diagnosis.reports.timeline import KINDS, timeline
 from unickpt.diagnosis.reports.transfer_delays import delay_matrix, transfer_times
+from unickpt.diagnosis.reports.verdict_line import MOST_HOSTS
 from unickpt.diagnosis.reports.verdict_text import VerdictText
 from unickpt.diagnosis.reports.wait_table import rank_activities, wait_rows
 
@@ -109,7 +111,13 @@ def contents(
         "verdicts": [
             {
                 "syndrome": verdict.syndrome.value,
+                "meaning": verdict.syndrome.meaning,
                 "ranks": _shortened(verdict.ranks),
+                "hosts": list(verdict.hosts[:MOST_HOSTS]),
+                "at": _frame(verdict.at),
+                "waits_at": _frame(verdict.waits_at),
+                "since": text.since,
+                "command": text.command,
                 "line": text.line,
                 "sentence": text.sentence,
                 "next": text.next,
@@ -127,6 +135,10 @@ def contents(
         "io": _io(checkpoint_io(job)),
         "groups": _groups(job),
     }
+
+
+def _frame(frame: Frame | None) -> str:
+    return f"{frame.file}:{frame.line}" if frame is not None else ""
 
 
 def _shortened(ranks: Sequence[int]) -> str:

@@ -9,12 +9,14 @@ gauges, because a ring drops its oldest records. Only the number of calls of a g
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -62,7 +64,9 @@ HELP = {
     "unickpt_recorded_calls": "Calls in the rings, counted for each rank, by operation and group.",
     "unickpt_recorded_bytes": "Bytes that ranks gave to the calls in the rings, by operation and group.",
     "unickpt_link_seconds_per_byte": "Time that something was under way from a rank to another, for each byte of it.",
-    "unickpt_verdicts": "Verdicts by syndrome, rank at fault, cause, and kind of what to look at next.",
+    "unickpt_verdicts": "Verdicts by syndrome, rank at fault, its host and place, cause, and kind of what to look at next. "
+    "A non-communication hang is a rank that the others wait for; a communication hang is a call that does not end.",
+    "unickpt_verdict_since_timestamp_seconds": "First sign of a verdict, in seconds since the epoch, by the same labels.",
     "unickpt_memory_held_bytes": "Bytes of checkpoints and copies in the memory of a host, at the end of the last save.",
     "unickpt_memory_refused_connections": "Connections that the keeper of a host has refused since its start.",
     "unickpt_memory_generation": "Number of the newest checkpoint in memory whose copies are complete.",
@@ -88,7 +92,11 @@ def measurements(
 ) -> list[MetricValue]:
     """Return all values from rings, by ascending step."""
     job = gather_records(jobs, clock_offsets_ns)
-    return [*_of_ranks(job), *_of_steps(job), *_of_groups(job), *of_verdicts(verdicts)]
+    return [*_of_ranks(job), *_of_steps(job), *_of_groups(job), *of_verdicts(verdicts, _hosts(job))]
+
+
+def _hosts(job: JobRecords) -> dict[int, str]:
+    return {number: rank.ring.identity.host for number, rank in job.ranks.items()}
 
 
 def _of_ranks(job: JobRecords) -> Iterator[MetricValue]:
@@ -144,17 +152,28 @@ def _collectives(begun: Iterable[tuple[str, int]]) -> Iterator[MetricValue]:
         yield MetricValue("unickpt_collectives_total", {"group": label}, float(count))
 
 
-def of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[MetricValue]:
-    """Return the number of verdicts by syndrome, rank, cause and kind of what to look at next."""
-    counts: dict[tuple[str, str, str, str], int] = defaultdict(int)
+def of_verdicts(verdicts: Sequence[Verdict], hosts: Mapping[int, str] = MappingProxyType({})) -> Iterator[MetricValue]:
+    """Return the number of verdicts by syndrome, rank, host, place, cause and kind of what to look at, and since when.
+
+    Args:
+        verdicts: the verdicts.
+        hosts: host of every known rank.
+    """
+    counts: dict[tuple[str, ...], int] = defaultdict(int)
+    since: dict[tuple[str, ...], float] = {}
     for verdict in verdicts:
         cause = verdict.cause.value if verdict.cause else ""
         following = type(verdict.next).__name__ if verdict.next is not None else ""
         for rank in verdict.ranks:
-            counts[verdict.syndrome.value, str(rank), cause, following] += 1
-    for (syndrome, rank_label, cause, following), count in counts.items():
-        labels = {"syndrome": syndrome, "rank": rank_label, "cause": cause, "next": following}
-        yield MetricValue("unickpt_verdicts", labels, float(count))
+            place = next((each.at for each in verdict.places if rank in each.ranks), None)
+            at = f"{place.file}:{place.line}" if place is not None else ""
+            key = verdict.syndrome.value, str(rank), hosts.get(rank, ""), at, cause, following
+            counts[key] += 1
+            since[key] = min(since.get(key, math.inf), verdict.since_ns / 1e9)
+    for name, values in (("unickpt_verdicts", counts), ("unickpt_verdict_since_timestamp_seconds", since)):
+        for labelled_by, value in values.items():
+            labels = dict(zip(("syndrome", "rank", "host", "at", "cause", "next"), labelled_by, strict=True))
+            yield MetricValue(name, labels, float(value))
 
 
 def of_memory(status: MemoryStatus | None) -> list[MetricValue]:
@@ -190,7 +209,7 @@ def live_measurements(snapshot: Snapshot, verdicts: Sequence[Verdict], memory: M
         *_live_steps(snapshot),
         *_live_groups(snapshot),
         *_live_links(snapshot),
-        *of_verdicts(verdicts),
+        *of_verdicts(verdicts, {rank: one.host for rank, one in snapshot.ranks.items()}),
         *of_memory(memory),
     ]
 

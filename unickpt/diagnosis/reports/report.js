@@ -117,7 +117,11 @@ function verdicts() {
   const box = section("Verdicts", "What unickpt diagnose says of these records.");
   for (const verdict of data.verdicts) {
     const line = add(box, "div", "verdict");
-    add(line, "b", "", verdict.syndrome[0].toUpperCase() + verdict.syndrome.slice(1) + (verdict.ranks ? ", rank " + verdict.ranks : ""));
+    const where = (verdict.ranks ? ", rank " + verdict.ranks : "") + (verdict.hosts.length ? " on " + verdict.hosts.join(", ") : "");
+    add(line, "b", "", verdict.syndrome[0].toUpperCase() + verdict.syndrome.slice(1) + where);
+    add(line, "div", "note", verdict.meaning);
+    const facts = [["since", verdict.since], ["at", verdict.at], ["the others wait at", verdict.waits_at]];
+    add(line, "div", "", facts.filter(([, value]) => value).map(([name, value]) => name + " " + value).join(", "));
     add(line, "div", "", verdict.sentence);
     if (verdict.next) add(line, "div", "", "Next: " + verdict.next);
     add(line, "div", "line", verdict.line);

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unickpt.base.errors import FormatError
-from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome, Verdict
+from unickpt.diagnosis.detectors.verdicts import Cause, EndsAlike, Helps, Syndrome, Verdict
+from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.recording.rank_ranges import axis_of, checked_progressions, expanded, members, progressions
 
@@ -30,8 +31,10 @@ KEYWORDS = {
     Syndrome.COMMUNICATION_SLOW: "SLOW_LINK",
     Syndrome.MISMATCH: "MISMATCH",
     Syndrome.DEADLOCK: "DEADLOCK",
+    Syndrome.FAILED: "FAILED",
 }
 MOST_PARTS = 32  # of a list of ranks
+MOST_HOSTS = 8  # of a list of hosts
 MOST_CHARACTERS = 96  # of a text value
 _SYNDROMES = {keyword: syndrome for syndrome, keyword in KEYWORDS.items()}
 _HEAD = re.compile(r"(?:(?!unickpt).)*unickpt ([A-Z_]+)(?: |$)")
@@ -100,12 +103,15 @@ class VerdictLine:
         group: short name of the communicator, such as ``dp``.
         members: global ranks of the communicator.
         blocked: number of ranks that wait.
-        since: local time of the first sign, ``HH:MM:SS``.
+        since: local time of the first sign in ISO 8601 with the offset of the zone, ``2026-11-27T14:03:07+01:00``.
         state: state of the first rank's process.
         at: where its main thread is in the user's own code, ``file:line``.
         waits_at: the same of most of the ranks that wait.
         cause: activity of the ranks at fault, where the syndrome does not imply it.
         role: role of the ranks, such as ``CriticWorker``, if the agent knows one (``unickpt.base.role``).
+        error: of a failed job, how the ranks at fault ended: class of the exception, signal or ``exit code N``.
+        helps: what helps: ``stop``, ``restart`` or ``evict``.
+        host: hosts of the ranks at fault, or of the ends of the link, with commas; ``+N`` stands for N that do not fit.
     """
 
     syndrome: Syndrome
@@ -122,6 +128,9 @@ class VerdictLine:
     waits_at: str = ""
     cause: str = ""
     role: str = ""
+    error: str = ""
+    helps: str = ""
+    host: str = ""
 
     @classmethod
     def of(cls, verdict: Verdict) -> VerdictLine:
@@ -139,16 +148,20 @@ class VerdictLine:
             (axis_of(group.label) or group.label or group.name)[:MOST_CHARACTERS] if group is not None else "",
             RankList.of(group.members().tolist()) if group is not None else RankList(),
             verdict.victims,
-            clock_time(verdict.since_ns) if verdict.since_ns else "",
+            zoned_time(verdict.since_ns) if verdict.since_ns else "",
             verdict.state.value if verdict.state is not None else "",
             _place(verdict.at),
             _place(verdict.waits_at),
             verdict.cause.value if verdict.cause is not None and not implied else "",
+            error=_error(verdict)[:MOST_CHARACTERS],
+            helps=verdict.next.remedy.value if isinstance(verdict.next, Helps) else "",
+            host=_hosts(verdict.hosts),
         )
 
     def __str__(self) -> str:
         values = {
             "rank": str(self.ranks),
+            "host": self.host,
             "link": f"{self.link[0]}->{self.link[1]}" if self.link is not None else "",
             "op": self.op,
             "seq": str(self.seq or ""),
@@ -159,6 +172,8 @@ class VerdictLine:
             "at": self.at,
             "waits_at": self.waits_at,
             "cause": self.cause,
+            "error": self.error,
+            "helps": self.helps,
             "role": self.role,
         }
         pairs = [f"{key}={_quoted(value)}" for key, value in values.items() if value]
@@ -203,18 +218,40 @@ def parse_line(text: str) -> VerdictLine:
             group,
             RankList.parse(members) if members else RankList(),
             int(values.get("blocked", "0")),
-            *(values.get(key, "") for key in ("since", "state", "at", "waits_at", "cause", "role")),
+            *(values.get(key, "") for key in ("since", "state", "at", "waits_at", "cause", "role", "error", "helps", "host")),
         )
     except ValueError as err:
         raise FormatError(f"damaged line of a verdict ({err}): {text[:MOST_CHARACTERS]!r}") from err
 
 
 def clock_time(ns: int) -> str:
-    """Local time of day, ``HH:MM:SS``; ``unknown`` for times that no calendar has."""
+    """Local time of day with the offset of its zone, ``14:03:07+01:00``; ``unknown`` for times that no calendar has."""
+    return zoned_time(ns).rpartition("T")[2]
+
+
+def zoned_time(ns: int) -> str:
+    """Local time in ISO 8601 with the offset of its zone, to the second; ``unknown`` for times that no calendar has."""
     try:
-        return datetime.datetime.fromtimestamp(ns / 1e9).strftime("%H:%M:%S")
+        return datetime.datetime.fromtimestamp(ns // 1_000_000_000).astimezone().isoformat()
     except (ValueError, OverflowError, OSError):  # rings are not trusted
         return "unknown"
+
+
+def _hosts(hosts: Sequence[str]) -> str:
+    shown = ",".join(hosts[:MOST_HOSTS])[:MOST_CHARACTERS]
+    return shown + (f",+{len(hosts) - MOST_HOSTS}" if len(hosts) > MOST_HOSTS else "")
+
+
+def exit_text(status: ExitStatus | None) -> str:
+    """How a process ended: ``SIGKILL``, ``exit code 1``; '' if unknown."""
+    if status is None:
+        return ""
+    return status.signal_name or f"exit code {status.code}"
+
+
+def _error(verdict: Verdict) -> str:
+    ends = [each for each in verdict.evidence if isinstance(each, EndsAlike)]
+    return (ends[0].error or exit_text(ends[0].status)) if ends else ""
 
 
 def _place(frame: Frame | None) -> str:

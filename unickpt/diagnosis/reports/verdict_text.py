@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from unickpt.diagnosis.detectors.places import ranks_at
 from unickpt.diagnosis.detectors.slowness import starved_ranks
 from unickpt.diagnosis.detectors.verdicts import (
     Baseline,
@@ -20,27 +21,30 @@ from unickpt.diagnosis.detectors.verdicts import (
     CpuStarvation,
     Direction,
     DownMember,
+    EndsAlike,
     Evidence,
     Exited,
     LongSteps,
     LongStepsNowAndThen,
     NotBegun,
     NotEntered,
+    RankPlaces,
     RotatingPauses,
     SilentLinks,
+    SlowerThanBefore,
     SlowLayers,
     SlowTransfers,
     Syndrome,
     Unfinished,
     Verdict,
 )
-from unickpt.diagnosis.detectors.waits import calls_waited_in
+from unickpt.diagnosis.detectors.waits import PendingCall, calls_waited_in
 from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.launched import AbsentRank
 from unickpt.diagnosis.recording.records import DTYPES, Phase
-from unickpt.diagnosis.reports.next_text import next_text
-from unickpt.diagnosis.reports.verdict_line import VerdictLine, clock_time
+from unickpt.diagnosis.reports.next_text import command_of, next_text
+from unickpt.diagnosis.reports.verdict_line import VerdictLine, clock_time, exit_text
 from unickpt.diagnosis.reports.wording import MOST_NAMED, call_text, counted, has_or_have, is_or_are
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
 
@@ -54,22 +58,29 @@ class VerdictText:
     Attributes:
         line: machine-readable line (``verdict_line``).
         sentence: sentence for a person, without a final full stop.
-        next: sentence on what to look at; '' if that is not known.
+        next: sentence on what to look at, which ends with the command; '' if that is not known.
+        command: the command alone; '' if there is none.
+        since: time of the first sign in ISO 8601, with the offset of the zone; '' if unknown.
     """
 
     line: str
     sentence: str
     next: str = ""
+    command: str = ""
+    since: str = ""
 
     def as_json(self) -> dict[str, str]:
         """The texts as members of a verdict in JSON."""
-        return {"line": self.line, "sentence": self.sentence, "next_text": self.next}
+        return {
+            "line": self.line, "sentence": self.sentence, "next_text": self.next, "command": self.command, "since": self.since,
+        }  # fmt: skip
 
 
 def render(verdict: Verdict, snapshot: Snapshot) -> VerdictText:
     """Render one verdict on a snapshot."""
     sentence = "; ".join([_found(verdict, snapshot), *_places(verdict)])
-    return VerdictText(str(VerdictLine.of(verdict)), sentence, next_text(verdict))
+    line = VerdictLine.of(verdict)
+    return VerdictText(str(line), sentence, next_text(verdict), command_of(verdict), line.since)
 
 
 def render_all(verdicts: Sequence[Verdict], snapshot: Snapshot) -> list[VerdictText]:
@@ -85,45 +96,79 @@ def as_json(verdicts: Sequence[Verdict], texts: Sequence[VerdictText]) -> list[d
 def render_waits(snapshot: Snapshot) -> list[str]:
     """Return what is no verdict yet, for a person who asks.
 
-    That is a line for each call in which ranks have waited for some seconds, and one on ranks that have not begun.
+    That is a line for each call in which ranks have waited for some seconds, and one on ranks that have not begun. If the
+    snapshot has stacks, it says where the ranks are.
     """
-    groups = dict(enumerate(snapshot.groups))
-    members = {number: group.members() for number, group in groups.items()}
-    gone = frozenset(rank for rank, one in snapshot.ranks.items() if one.state is State.DEAD)
     lines = []
-    for call in calls_waited_in(snapshot.rows, members, gone):
+    for call in pending(snapshot):
         waited_s = (snapshot.now_ns - call.since_ns) / 1e9
-        if waited_s >= SHORTEST_S:
-            missing = f" for {counted(call.missing)}" if call.missing else ""
-            lines.append(f"{counted(call.waiters, 'wait')} in {call_text(call.ref(groups))}{missing}, so far {waited_s:.0f} s")
+        missing = f" for {counted(call.missing)}" if call.missing else ""
+        what = f"{counted(call.waiters, 'wait')} in {call_text(call.ref(dict(enumerate(snapshot.groups))))}{missing}"
+        there = [*ranks_at(call.waiters, snapshot, waiting=True), *ranks_at(call.missing, snapshot, waiting=False)]
+        lines.append("; ".join([f"{what}, so far {waited_s:.0f} s", *map(_place, there)]))
     for rank, absent in sorted(snapshot.absent.items()):
         process = _absent(absent) if absent.pid else f"on {absent.host}"
         lines.append(f"rank {rank} has not begun to record; {process}")
     return lines[:MOST_NAMED]
 
 
+def pending(snapshot: Snapshot) -> list[PendingCall]:
+    """Return the calls in which ranks have waited for some seconds."""
+    members = {number: group.members() for number, group in enumerate(snapshot.groups)}
+    gone = frozenset(rank for rank, one in snapshot.ranks.items() if one.state is State.DEAD)
+    found = calls_waited_in(snapshot.rows, members, gone)
+    return [call for call in found if snapshot.now_ns - call.since_ns >= SHORTEST_S * 1e9]
+
+
 def _places(verdict: Verdict) -> list[str]:
     """Say where the ranks are. Of one process the whole stack is said elsewhere."""
+    if verdict.evidence and isinstance(verdict.evidence[0], RotatingPauses | SlowerThanBefore):
+        return []  # no place explains what all ranks lose
     whole = verdict.syndrome in (Syndrome.NON_COMMUNICATION_HANG, Syndrome.NON_COMMUNICATION_SLOW)
     shown = [place for place in verdict.places if place.waiting or not whole or verdict.ranks[0] not in place.ranks]
-    return [
-        f"{counted(each.ranks)} {is_or_are(each.ranks)} at {each.at.file}:{each.at.line} ({each.at.function})" for each in shown
-    ]
+    return [_place(each) for each in shown]
+
+
+def _place(each: RankPlaces) -> str:
+    return f"{counted(each.ranks)} {is_or_are(each.ranks)} at {each.at.file}:{each.at.line} ({each.at.function})"
 
 
 def _found(verdict: Verdict, snapshot: Snapshot) -> str:
+    if verdict.syndrome is Syndrome.FAILED:
+        return _failed(verdict)
     facts = _evidence(verdict)
     first = facts[0] if facts else verdict.syndrome.value
     if verdict.syndrome is Syndrome.COMMUNICATION_SLOW:
-        return f"{verdict.syndrome.value}: {first}"
+        return f"{verdict.syndrome.value}: {first}, since {clock_time(verdict.since_ns)}"
     since = f" since {clock_time(verdict.since_ns)}"
     if verdict.syndrome is Syndrome.NON_COMMUNICATION_SLOW:
-        return "; ".join([f"{first}{since}", *facts[1:], _process(verdict.ranks[0], snapshot)])
+        of_job = isinstance(verdict.evidence[0], RotatingPauses | SlowerThanBefore) if verdict.evidence else False
+        about = [] if of_job else [_process(verdict.ranks[0], snapshot)]
+        return "; ".join([f"{first}{since}", *facts[1:], *about])
     where = ", in a checkpoint" if verdict.cause is Cause.CHECKPOINT else ""
     waiting = f"{verdict.victims} {'rank waits' if verdict.victims == 1 else 'ranks wait'}"
     if verdict.syndrome is Syndrome.NON_COMMUNICATION_HANG:
         return f"{first}{since}{where}, {waiting} in total; {_process(verdict.ranks[0], snapshot)}"
-    return "; ".join([f"{verdict.syndrome.value}: {first}{since}{where}, {waiting}", *facts[1:]])
+    named = f"{verdict.syndrome.value} ({verdict.syndrome.meaning})"
+    return "; ".join([f"{named}: {first}{since}{where}, {waiting}", *facts[1:]])
+
+
+def _failed(verdict: Verdict) -> str:
+    """Say how a job ended: the cause, and what followed from it."""
+    first, *others = [each for each in verdict.evidence if isinstance(each, EndsAlike)]
+    followed = "; ".join(f"{counted(each.ranks)}: {_end(each)}" for each in others[:MOST_NAMED])
+    if not verdict.ranks:
+        all_of_them = "; ".join(filter(None, [f"{counted(first.ranks)}: {_end(first)}", followed]))
+        return f"the job has failed, and no rank shows a cause of its own: {all_of_them}"
+    where = f" on {', '.join(verdict.hosts[:MOST_NAMED])}" if verdict.hosts else ""
+    cause = f"the job has failed: first {counted(first.ranks)}{where} at {clock_time(first.at_ns)}: {_end(first)}"
+    return f"{cause}; as a consequence {followed}" if followed else cause
+
+
+def _end(each: EndsAlike) -> str:
+    how = exit_text(each.status)
+    by = ", asked to end by the launcher or a person" if each.asked else ""
+    return (f"{each.text} ({how})" if each.text and how else each.text or how or "unknown") + by
 
 
 # ---------------------------------------------------------------- evidence
@@ -184,7 +229,7 @@ def _clause(item: Evidence, verdict: Verdict) -> str:
         case NotBegun(rank, pid, host):
             return f"rank {rank} has not begun to record (process {pid or 'unknown'} on {host})"
         case CallAlone(call, waiters, ended):
-            return f"{counted(waiters, 'wait')} in {call_text(call)} for {counted(ended)}, which {has_or_have(ended)} ended"
+            return f"{counted(ended)} {has_or_have(ended)} ended, and {counted(waiters, 'wait')} for them in {call_text(call)}"
         case RotatingPauses(lost_ns, step_ns, steps, collecting):
             return (
                 f"{counted(verdict.ranks, 'collect')} garbage at different steps, in {collecting} of {steps} steps: every rank "
@@ -193,9 +238,15 @@ def _clause(item: Evidence, verdict: Verdict) -> str:
         case LongStepsNowAndThen(excess_ns, lost_ns, step_ns, slow, steps, every):
             often = f"every {every} steps" if every else "now and then"
             return (
-                f"rank {verdict.ranks[0]} takes {excess_ns / 1e6:.0f} ms longer than the others {often}, in {slow} of {steps} "
-                f"steps; that costs {lost_ns / 1e6:.1f} ms of each step of {step_ns / 1e6:.0f} ms on average; cause: "
+                f"{counted(verdict.ranks, 'take')} {excess_ns / 1e6:.0f} ms longer than the others {often}, in {slow} of "
+                f"{steps} steps; that costs {lost_ns / 1e6:.1f} ms of each step of {step_ns / 1e6:.0f} ms on average; cause: "
                 f"{_cause(verdict)}"
+            )
+        case SlowerThanBefore(excess_ns, step_ns, times, steps, before):
+            return (
+                f"every rank takes {excess_ns / 1e6:.0f} ms longer in each of the newest {steps} steps of "
+                f"{step_ns / 1e6:.0f} ms than in steps {before[0]} to {before[1]}, {times:.1f} times its own time, with the "
+                f"same calls; cause: {_cause(verdict)}"
             )
         case _:
             return ""
@@ -212,13 +263,6 @@ def _variant(item: CallVariant) -> str:
 
 
 # ---------------------------------------------------------------- processes
-
-
-def exit_text(status: ExitStatus | None) -> str:
-    """How a process ended: ``SIGKILL``, ``exit code 1``; '' if unknown."""
-    if status is None:
-        return ""
-    return status.signal_name or f"exit code {status.code}"
 
 
 def _condition(state: State, status: ExitStatus | None) -> str:

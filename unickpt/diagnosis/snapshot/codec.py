@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from unickpt.base.errors import FormatError
+from unickpt.base.failure_kinds import FailureKind, Remedy
+from unickpt.base.round_folder import Failed
 from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import DEEPEST, Frame
@@ -30,7 +32,7 @@ from unickpt.diagnosis.snapshot.snapshot import (
 from unickpt.diagnosis.snapshot.steps import STEP
 from unickpt.diagnosis.snapshot.tcp_windows import WINDOW
 
-VERSION = 10
+VERSION = 11
 _LONGEST = 4096  # characters of a text
 _LATEST_NS = 1 << 62
 _LONGEST_S = 1e9
@@ -66,6 +68,7 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
                 r.failed,
                 [r.layers.took_s, r.layers.expected_s, r.layers.error, r.layers.steps] if r.layers is not None else None,
                 r.raised,
+                _failure_fields(r.failure) if r.failure is not None else None,
             ]
             for rank, r in snapshot.ranks.items()
         },
@@ -143,7 +146,7 @@ def _duration(value: Any) -> float:
 def _rank(
     pid: Any, host: Any, state: Any, closed: Any, step: Any, phase: Any, heard_ns: Any, coordinates: Any, last: Any, stack: Any,
     status: Any, cpu_wait: Any, still_s: Any, same_place_s: Any, failed: Any, layers: Any,
-    raised: Any,
+    raised: Any, failure: Any,
 ) -> RankSnapshot:  # fmt: skip
     if len(coordinates) > len(AXES) or len(stack) > DEEPEST:
         raise ValueError("more coordinates or frames than a rank has")
@@ -153,8 +156,16 @@ def _rank(
         tuple(Frame(_text(name), _text(file), _number(line, 1 << 31), bool(own)) for name, file, line, own in stack),
         ExitStatus(*(_number(each, 256) for each in status)) if status is not None else None, float(cpu_wait),
         _duration(still_s), _duration(same_place_s), bool(failed),
-        _layers(*layers) if layers is not None else None, bool(raised),
+        _layers(*layers) if layers is not None else None, bool(raised), _failure(*failure) if failure is not None else None,
     )  # fmt: skip
+
+
+def _failure_fields(one: Failed) -> list[Any]:
+    return [one.signature, one.text, one.excused, one.kind.value, one.remedy.value, one.error, one.at_ns]
+
+
+def _failure(signature: Any, text: Any, excused: Any, kind: Any, remedy: Any, error: Any, at_ns: Any) -> Failed:
+    return Failed(_text(signature), _text(text), bool(excused), FailureKind(kind), Remedy(remedy), _text(error), _time(at_ns))
 
 
 def _absent(pid: Any, host: Any, state: Any) -> AbsentRank:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.round_folder import Failed
 from unickpt.diagnosis.host.process_exits import ExitStatus, ProcessExit
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame
@@ -45,12 +46,15 @@ Calls = npt.NDArray[Any]  # of dtype ``CALL``
 _LABEL, _NAME = 128, 256  # characters of a label and a name
 WARM_UP = 5  # steps that allocate and compile
 NEWEST_CALLS, NEWEST_STEPS = 256, 32  # of a rank
-KEPT_STEPS, _KEPT_ROWS = 64, 1 << 18  # steps of a rank, and of all ranks, that are kept over several looks
+# steps of a rank, and of all ranks, that are kept over several looks: in small jobs, and in large ones
+KEPT_STEPS, _KEPT_ROWS = 256, 1 << 16
+_OF_LARGE, _ROWS_OF_LARGE = 64, 1 << 18
 
 
 def kept_steps(ranks: int) -> int:
     """Return how many steps of each rank are kept over several looks."""
-    return max(NEWEST_STEPS, min(KEPT_STEPS, _KEPT_ROWS // max(ranks, 1)))
+    ranks = max(ranks, 1)
+    return max(NEWEST_STEPS, min(_OF_LARGE, _ROWS_OF_LARGE // ranks), min(KEPT_STEPS, _KEPT_ROWS // ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +139,7 @@ class RankSnapshot:
         failed: whether its newest call raised, for example because the connection to another rank was lost.
         layers: times of its layers; None if they are not sampled, or unknown from earlier jobs.
         raised: whether an exception ends the process.
+        failure: that exception; None if it is unknown.
     """
 
     pid: int
@@ -154,6 +159,7 @@ class RankSnapshot:
     failed: bool = False
     layers: LayerSample | None = None
     raised: bool = False
+    failure: Failed | None = None
 
     @property
     def ended_in_order(self) -> bool:
@@ -297,7 +303,7 @@ def _rank(
         who.pid, who.host, state, ring.closed, ring.step, ring.phase, heard_ns + job.offsets_ns[rank],
         tuple(coordinates(rank, ((group.label, group.ranks) for group in table)).items()),
         last, stack, status, failed=bool(len(made)) and bool(made["flags"][np.argmax(made["call_ns"])] & int(Flag.FAILED)),
-        raised=ring.raised,
+        raised=ring.raised, failure=job.failures.get(rank),
     )  # fmt: skip
 
 
@@ -321,7 +327,8 @@ def merge_snapshots(snapshots: Sequence[Snapshot], offsets_ns: Sequence[int], no
         calls.append(_moved(snapshot.calls, offset, ("call_ns", "wait_ns", "end_ns"), numbers))
         for rank, one in snapshot.ranks.items():
             last = dataclasses.replace(one.last, end_ns=one.last.end_ns + offset) if one.last is not None else None
-            ranks[rank] = dataclasses.replace(one, heard_ns=one.heard_ns + offset, last=last)
+            failure = one.failure and dataclasses.replace(one.failure, at_ns=one.failure.at_ns + offset)
+            ranks[rank] = dataclasses.replace(one, heard_ns=one.heard_ns + offset, last=last, failure=failure)
     return Snapshot(
         now_ns, ranks, groups, np.concatenate(rows), np.concatenate(steps), np.concatenate(calls),
         np.concatenate([np.zeros(0, WINDOW), *(snapshot.windows for snapshot in snapshots)]),

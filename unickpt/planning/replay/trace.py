@@ -12,7 +12,9 @@ import numpy.typing as npt
 from unickpt.base.arrays import Ints
 from unickpt.base.errors import FormatError
 
-DEFAULT_STEPS = 20  # newest steps of a window
+DEFAULT_STEPS, LONGER_STEPS = 20, 64  # newest steps of a window; where those are not like the steps before them
+LIKE = 0.05  # largest difference between the mean durations of two windows that are alike, as a share
+MOST_CALLS = 1 << 20  # of a longer window
 
 # One row per call of a rank. ``rank`` is a position in ``Trace.ranks``.
 CALL = np.dtype(
@@ -100,7 +102,8 @@ class Window:
 def window_of(trace: Trace, steps: tuple[int, int] | None = None) -> Window:
     """Return the steps that every rank has in its records, without a gap between them: from the first to the last of ``steps``.
 
-    Default: the newest ``DEFAULT_STEPS``.
+    Default: the newest ``DEFAULT_STEPS``; or up to ``LONGER_STEPS``, until they take as long on average, so that slow steps
+    which come now and then are there as often as they come.
 
     Raises:
         FormatError: no such step is known on all ranks.
@@ -113,7 +116,7 @@ def window_of(trace: Trace, steps: tuple[int, int] | None = None) -> Window:
         broken = np.flatnonzero(np.diff(whole) != 1)
         whole = whole[broken[-1] + 1 :] if len(broken) else whole
     if steps is None:
-        whole = whole[-DEFAULT_STEPS:]
+        whole = whole[-_enough(trace, whole) :]
     if not len(whole):
         wanted = "no step" if steps is None else f"none of the steps {steps[0]} to {steps[1]}"
         known = f"{numbers[0]} to {numbers[-1]} on some ranks" if len(numbers) else "none"
@@ -126,6 +129,21 @@ def window_of(trace: Trace, steps: tuple[int, int] | None = None) -> Window:
     begin, ends = marks["begin_ns"][:, 0].copy(), marks["end_ns"].copy()
     calls, pauses = _within(trace.calls, "call_ns", begin, ends), _within(trace.pauses, "begin_ns", begin, ends)
     return Window(replace(trace, calls=calls, pauses=pauses), whole, begin, ends)
+
+
+def _enough(trace: Trace, whole: Ints) -> int:
+    """Return how many of the newest steps a window needs: a step that comes every so often is in it, in proportion."""
+    whole = whole[-LONGER_STEPS:]
+    marks = trace.marks[np.isin(trace.marks["number"], whole)]
+    begin = marks["begin_ns"].min() if len(marks) else 0
+    if len(whole) <= DEFAULT_STEPS or (trace.calls["call_ns"] >= begin).sum() > MOST_CALLS:
+        return DEFAULT_STEPS
+    at = np.searchsorted(whole, marks["number"])
+    took = np.bincount(at, marks["end_ns"] - marks["begin_ns"], len(whole)) / len(trace.ranks)
+    means = np.cumsum(took[::-1]) / np.arange(1, len(whole) + 1)  # of the newest n
+    like = np.abs(means - means[-1]) <= LIKE * means[-1]
+    first = int(np.flatnonzero(~like)[-1]) + 2 if not like.all() else 1  # from which on all means are like that
+    return min(max(first, DEFAULT_STEPS), len(whole))
 
 
 def _within(table: CallTable, column: str, begin: Ints, ends: Ints) -> CallTable:

@@ -111,7 +111,10 @@ class RoundWatch:
     ) -> None:
         self.assignment, self.folder = assignment, Path(note.folder)
         self._collector, key = collector, bytes.fromhex(assignment.key)
-        self._agent = Agent(self.folder, tell, collector, lambda: assignment.hub, name=assignment.host, key=key, movement=True)
+        self._agent = Agent(
+            self.folder, tell, collector, lambda: assignment.hub, name=assignment.host, key=key, movement=True,
+            host=assignment.host,
+        )  # fmt: skip
         self.rings = RingLooks(self.folder)
         self._pause_ns = 0
         self._slow = SlowTimes()
@@ -164,6 +167,7 @@ def report_of(
     findings = [
         _finding(verdict, found, hosts, slow_s.get(verdict.key, 0.0), predicted.get(verdict.key))
         for verdict in found.verdicts[:MOST_FINDINGS]
+        if verdict.syndrome is not Syndrome.FAILED  # the round ends by itself
     ]
     return HubReport(epoch, max(0, step), max(0, pause_ns) / 1e9, tuple(findings))
 

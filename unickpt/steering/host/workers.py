@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from unickpt.base.failure_kinds import Remedy
 from unickpt.base.left_workers import rank_in
 from unickpt.base.process_identity import children_of, environment_of, stat_of
 from unickpt.base.round_folder import RUN_ID, Failed, note_ended, read_failure
@@ -113,9 +114,10 @@ class EndedWorkers:
             self._closed.set()
 
     def failure(self) -> Failed | None:
-        """Return why the first worker that has failed on this host ended, if it has ended before its first step.
+        """Return why the first worker that has failed on this host ended, if a restart may not help.
 
-        Workers that were ended by a signal, or with success, or that say that another process is the cause, do not count.
+        That is so before its first step, and where its exception says so. Workers that were ended by a signal, or with success,
+        or that say that another process is the cause, do not count.
         """
         ends = sorted(
             (self._exits.known[pid].at_ns, rank, pid) for pid, rank in self._ranks.items() if pid in self._exits.known
@@ -132,7 +134,7 @@ class EndedWorkers:
                 found = Failed(f"exit code {status.code}", text, False)
             else:
                 continue
-            if not found.excused:
+            if not found.follows and (not found.excused or found.remedy is not Remedy.RESTART):
                 return replace(found, text=f"rank {rank}: {found.text}")
         return None
 

@@ -18,6 +18,7 @@ from unickpt.diagnosis.detectors.verdicts import (
     LongSteps,
     LongStepsNowAndThen,
     RotatingPauses,
+    SlowerThanBefore,
     Syndrome,
     Verdict,
 )
@@ -132,7 +133,7 @@ def finding_of(
 
 
 def _at_work(verdict: Verdict) -> bool:
-    of_program = any(isinstance(item, (LongStepsNowAndThen, RotatingPauses)) for item in verdict.evidence)
+    of_program = any(isinstance(item, (LongStepsNowAndThen, RotatingPauses, SlowerThanBefore)) for item in verdict.evidence)
     return of_program or verdict.cause in (Cause.CHECKPOINT, Cause.DATA, Cause.GARBAGE)
 
 

@@ -258,12 +258,13 @@ class WorkersEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class CannotStart:
-    """A worker of a round has ended by a fault of the program before its first step.
+class WorkerFailed:
+    """A worker of a round has ended by itself: before its first step, or by an exception against which no restart helps.
 
     Attributes:
         signature: the same for the same fault.
         text: rank and error.
+        remedy: what helps, a value of ``failure_kinds.Remedy``.
     """
 
     name: str
@@ -271,6 +272,7 @@ class CannotStart:
     epoch: tuple[int, int]
     signature: str
     text: str
+    remedy: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +390,7 @@ class TookOver:
 
 
 Event = (
-    Joined | Heard | Arrived | Opened | Ready | Committed | WorkersEnded | CannotStart | Measured | Leaving | Left | Lost
+    Joined | Heard | Arrived | Opened | Ready | Committed | WorkersEnded | WorkerFailed | Measured | Leaving | Left | Lost
     | Park | Admit | Restart | Close | Ordered | Reached | Tick | Paused | TookOver
 )  # fmt: skip
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+from unickpt.base.failure_kinds import Remedy
 from unickpt.steering.state.admission import growth
 from unickpt.steering.state.membership import (
     NEVER_S,
     Admit,
     Arrived,
-    CannotStart,
     Close,
     Committed,
     Ending,
@@ -36,6 +36,7 @@ from unickpt.steering.state.membership import (
     Round,
     Tick,
     TookOver,
+    WorkerFailed,
     WorkersEnded,
     available,
     fruitful,
@@ -110,8 +111,8 @@ def _applied(state: Membership, event: Event, now_s: float) -> Membership:
     if isinstance(event, WorkersEnded):
         of_round = state.round is not None and state.round.epoch == event.epoch
         return replace(state, ended=state.ended.union(event.ranks)) if of_round else state
-    if isinstance(event, CannotStart):
-        return _cannot_start(state, event)
+    if isinstance(event, WorkerFailed):
+        return _worker_failed(state, event, now_s)
     if isinstance(event, Measured):
         return _measured(state, event, now_s)
     if isinstance(event, Leaving):
@@ -159,7 +160,25 @@ def _hopeless(state: Membership, name: str) -> str:
     )
 
 
-def _cannot_start(state: Membership, event: CannotStart) -> Membership:
+def _worker_failed(state: Membership, event: WorkerFailed, now_s: float) -> Membership:
+    """Do what helps: end the job, take the host out, or count the failures before a first step."""
+    runs = state.round is not None and state.round.epoch == event.epoch
+    if not runs or state.closed or state.limits.retries is None:
+        return state
+    if event.remedy == Remedy.STOP.value:
+        said = (
+            f"a restart meets the same error: on {event.name}: {event.text}. Its whole error is in the log of {event.name}. "
+            "Mend it, and start the job again"
+        )
+        return replace(state, closed=said)
+    if event.remedy == Remedy.EVICT.value:
+        left = 0 if event.name in state.parked else sum(name not in state.parked for name in state.hosts if name != event.name)
+        for_s = state.limits.out_for_s(state.evictions.get(event.name, 0))
+        return _parked(state, Park(event.name, event.text, for_s), now_s) if state.limits.size(left) else state
+    return _cannot_start(state, event)
+
+
+def _cannot_start(state: Membership, event: WorkerFailed) -> Membership:
     """Count a fault of the program before its first step. A restart does not help against the same one again and again."""
     round_, retries = state.round, state.limits.retries
     made = state.reached > 0 or state.commits > 0

@@ -34,7 +34,7 @@ _EVENTS: Mapping[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         membership.Joined, membership.Heard, membership.Arrived, membership.Opened, membership.Ready, membership.Committed,
-        membership.WorkersEnded, membership.CannotStart, membership.Measured, membership.Leaving, membership.Left,
+        membership.WorkersEnded, membership.WorkerFailed, membership.Measured, membership.Leaving, membership.Left,
         membership.Park, membership.Admit, membership.Restart, membership.Close,
     )
 }  # fmt: skip

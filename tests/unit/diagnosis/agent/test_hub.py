@@ -76,13 +76,16 @@ def test_two_agents_are_one_view(tmp_path: Path, served: tuple[Collector, str]) 
 
 
 def test_the_agent_of_the_rank_at_fault_also_reports_it(tmp_path: Path, served: tuple[Collector, str]) -> None:
-    first, _, address, lines = looked_at_by_two(tmp_path, served, since_s=130)
-    assert len(lines["a"]) == len(lines["b"]) == 2  # once, not in every pass
+    first, second, address, lines = looked_at_by_two(tmp_path, served, since_s=130)
+    assert len(lines["a"]) == len(lines["b"]) == 3  # once, not in every pass
     line = parse_line(lines["b"][0])
     assert (line.syndrome, line.ranks.ranks, line.op, line.seq) == (Syndrome.NON_COMMUNICATION_HANG, (2,), "all_reduce", 3)
     assert lines["b"][1].startswith("unickpt: rank 2 has not entered all_reduce #3")
-    (noted,) = [json.loads(line) for line in (first / "verdicts.jsonl").read_text().splitlines()]
-    assert (noted["ranks"], noted["syndrome"]) == ([2], "non-communication hang")
+    assert lines["b"][2].startswith("unickpt: next: the others wait for rank 2")
+    for folder in (first, second):  # each holds what its log shows
+        (noted,) = [json.loads(line) for line in (folder / "verdicts.jsonl").read_text().splitlines()]
+        assert (noted["ranks"], noted["syndrome"]) == ([2], "non-communication hang")
+        assert noted["line"] == lines["b"][0]
     verdicts = json.loads(urllib.request.urlopen(f"{address}/verdicts").read())
     assert verdicts["verdicts"][0]["sentence"].startswith("rank 2")
 
@@ -140,7 +143,11 @@ def test_prometheus_is_answered(tmp_path: Path) -> None:
         for path in ("metrics", "secret/metrics"):
             text = urllib.request.urlopen(f"{base}/{path}").read().decode()
             assert 'unickpt_rank_step{job_name="llama",rank="1"} 20.0' in text
-            verdict = 'cause="compute",job_name="llama",next="",rank="2",syndrome="non-communication hang"'
+            verdict = (
+                f'at="",cause="compute",host="{socket.gethostname()}",job_name="llama",next="LooksAtProcess",rank="2",'
+                'syndrome="non-communication hang"'
+            )
+            assert f"unickpt_verdict_since_timestamp_seconds{{{verdict}}} " in text
             assert f"unickpt_verdicts{{{verdict}}} 1.0" in text
             assert 'unickpt_collectives_total{group="data parallel",job_name="llama"} 3.0' in text
             assert [line for line in text.splitlines() if line[0] != "#" and 'job_name="llama"' not in line] == []

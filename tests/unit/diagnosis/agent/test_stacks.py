@@ -45,6 +45,48 @@ def test_the_stack_of_a_process_that_is_stuck(tmp_path: Path, body: str) -> None
             process.kill()
 
 
+ENDED = STUCK.replace("def busy", "fatal = stacks.listen_to_end(listening)\nimport os, signal\ndef busy")
+ALONE = environment(UNICKPT_AUTOLOAD="0", PYTHONFAULTHANDLER="")  # as users have it
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGABRT, signal.SIGSEGV])
+def test_a_process_that_a_signal_ends_has_left_its_stack(tmp_path: Path, number: signal.Signals) -> None:
+    path = tmp_path / "0.stacks"
+    command = [sys.executable, "-c", ENDED.format(body="time.sleep(3600)"), str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPO, env=ALONE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.2)
+        process.send_signal(number)
+        assert process.wait(20) == -number
+    frames = stack_dumps.kept(path, 0)
+    assert [frame.function for frame in frames[:2]] == ["busy", "outer"]
+
+
+HANDLED = "signal.signal(signal.SIGTERM, lambda *_: os._exit(7)); "
+TERM = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [HANDLED + TERM, f"stacks.ignore(fatal=fatal); {HANDLED}stacks.listen_to_end(listening); {TERM}"],
+    ids=["later", "before"],
+)
+def test_a_handler_of_the_program_stays(tmp_path: Path, body: str) -> None:
+    command = [sys.executable, "-c", ENDED.format(body=body), str(tmp_path / "0.stacks")]
+    assert subprocess.run(command, cwd=REPO, env=ALONE, check=False).returncode == 7
+
+
+def test_a_fork_that_is_ended_leaves_no_stack_of_the_rank(tmp_path: Path) -> None:
+    body = (
+        "os.register_at_fork(after_in_child=lambda: stacks.ignore(fatal=fatal)); child = os.fork(); "
+        "time.sleep(0.5 if child else 60); os.kill(child, signal.SIGTERM); os.waitpid(child, 0)"
+    )
+    command = [sys.executable, "-c", ENDED.format(body=body), str(tmp_path / "0.stacks")]
+    assert subprocess.run(command, cwd=REPO, env=ALONE, check=False).returncode == 0
+    assert stack_dumps.kept(tmp_path / "0.stacks", 0) == ()
+
+
 def test_a_process_without_handler_gets_no_signal(tmp_path: Path) -> None:
     (tmp_path / "0.stacks").write_text("main 0x1\n")
     process = subprocess.Popen(["sleep", "60"])

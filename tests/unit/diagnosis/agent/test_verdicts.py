@@ -345,4 +345,4 @@ def test_steps_are_remembered_beyond_one_look() -> None:
 
 
 def test_many_ranks_share_the_steps_that_are_remembered() -> None:
-    assert [kept_steps(ranks) for ranks in (1, 4096, 5000, 8192, 1 << 20)] == [64, 64, 52, 32, 32]
+    assert [kept_steps(ranks) for ranks in (1, 256, 512, 4096, 5000, 8192, 1 << 20)] == [256, 256, 128, 64, 52, 32, 32]
