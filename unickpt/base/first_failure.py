@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -38,14 +39,27 @@ def note_last_exception() -> None:
         if folder is None or not rank.isdigit():
             return
         sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(_made_a_step)
-        before = sys.excepthook
+        on_last_exception(lambda failure, _: note_failure(folder, int(rank), failure))
 
-        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            before(kind, error, trace)
-            with contextlib.suppress(Exception):
-                note_failure(folder, int(rank), failed(error, trace, bool(_stepped)))
 
-        sys.excepthook = hook
+def on_last_exception(note: Callable[[Failed, TracebackType | None], None]) -> Callable[[], None]:
+    """Call ``note`` with the exception that ends this process, as soon as it is known. Return a function that removes the hook.
+
+    What the process does at its end, with its destructors, may take long.
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with contextlib.suppress(Exception):
+            note(failed(error, trace, bool(_stepped)), trace)
+        before(kind, error, trace)
+
+    def remove() -> None:
+        if sys.excepthook is hook:
+            sys.excepthook = before
+
+    sys.excepthook = hook
+    return remove
 
 
 def _made_a_step(*_: Any) -> None:
@@ -63,12 +77,6 @@ def failed(error: BaseException, trace: TracebackType | None, stepped: bool) -> 
     return Failed(
         f"{name} {place}", f"{name}: {error} ({place})"[:500], stepped or others, rule.kind, rule.remedy, name, time.time_ns()
     )
-
-
-def last_failure() -> Failed | None:
-    """Return the exception that ends this process, once the interpreter has shown it; None without one."""
-    error = getattr(sys, "last_value", None)
-    return failed(error, error.__traceback__, bool(_stepped)) if isinstance(error, BaseException) else None
 
 
 def _rules() -> tuple[FailureRule, ...]:

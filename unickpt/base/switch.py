@@ -34,7 +34,7 @@ class Switch(str, Enum):
         return self in (Switch.ON, Switch.SAVE)
 
 
-_TIMING = "UNICKPT_TIMING"
+TIMING = "UNICKPT_TIMING"
 _MEANINGS = {"0": Switch.OFF, "false": Switch.OFF, "no": Switch.OFF, "true": Switch.ON, "yes": Switch.ON, "on": Switch.ON}
 
 
@@ -70,9 +70,9 @@ def times() -> bool:
     Raises:
         ConfigError: the environment has another value of a variable.
     """
-    given = os.environ.get(_TIMING, "").strip().lower()
+    given = os.environ.get(TIMING, "").strip().lower()
     if (asked := _MEANINGS.get(given, Switch.ON if given == "1" else Switch.UNSET)) is Switch.UNSET and given:
-        raise ConfigError(f"{_TIMING}={given!r} in the environment: expected 1 or 0")
+        raise ConfigError(f"{TIMING}={given!r} in the environment: expected 1 or 0")
     return asked is Switch.ON and switch() is not Switch.OFF
 
 

@@ -67,6 +67,7 @@ COMMANDS = (
     _Command("grow", "make a larger model with the same outputs, and its optimizer states", _GOES_ON),
     _Command("upcycle", "make a mixture of experts with the outputs of a dense model", _GOES_ON),
     _Command("average", "make a checkpoint that is the mean of several", _GOES_ON),
+    _Command("watch", "run a program, such as torchrun, with timing of its collectives"),
     _Command("diagnose", "find the rank or link that a job waits for"),
     _Command(
         "agent", "watch the ranks of this host and report what is wrong", "the agent has stopped; run the same command again"

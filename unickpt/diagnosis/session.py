@@ -9,16 +9,19 @@ import atexit
 import contextlib
 import os
 import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from unickpt.base.first_failure import last_failure
+from unickpt.base.first_failure import on_last_exception
 from unickpt.base.io_times import IoTime
 from unickpt.base.logs import logger
 from unickpt.base.memory_status import MemoryStatus, write_status
@@ -26,7 +29,7 @@ from unickpt.base.options.job import TimingOptions
 from unickpt.base.private_files import SHARED_MEMORY, file_name, make_named_folder
 from unickpt.base.prometheus import Scrape
 from unickpt.base.role import role
-from unickpt.base.round_folder import RUN_ID, folder_of_round, note_failure
+from unickpt.base.round_folder import RUN_ID, Failed, folder_of_round, note_failure
 from unickpt.diagnosis.agent import launch
 from unickpt.diagnosis.host import stack_dumps
 from unickpt.diagnosis.layer_costs.measured import SUFFIX as LAYERS
@@ -71,7 +74,6 @@ class Session:
         self._labels = labels
         events = events if events is not None or not options.device else _device_events()
         rank, world = dist.get_rank(), dist.get_world_size()
-        self._rank = rank
         job = job_name()
         began_ns, (first_rank, ranks) = time.time_ns(), this_host()
         # the first rank to arrive, which need not be the first of the host: that one may hang before
@@ -98,6 +100,7 @@ class Session:
         self.phases.install()
         self._stacks = stack_dumps.listen(stack_dumps.path_of(self.folder, rank))
         self._fatal = self._stacks is not None and stack_dumps.listen_to_end(self._stacks)
+        self._remove_hook = on_last_exception(partial(self._failed, rank))
         self._agent = self._start_agent(options, first_rank if first_rank >= 0 else rank) if first and given is None else None
         if given is not None and first:
             write_note(given, SessionNote(str(self.folder), options.watch, _scrape(options, options.job)))
@@ -123,14 +126,18 @@ class Session:
     def close(self) -> None:
         """Stop. The ring remains."""
         self.remove_hooks()
-        raised = self._stacks is not None and stack_dumps.note_exception(self._stacks)
-        failure = last_failure()
-        if failure is not None:
-            note_failure(self.folder, self._rank, failure)
+        raised = self._stacks is not None and stack_dumps.note_exception(self._stacks, getattr(sys, "last_traceback", None))
         self._recorder.close(raised=raised)
         if self._stacks is not None:
             self.ignore_signals()
             self._stacks.close()
+
+    def _failed(self, rank: int, failure: Failed, trace: TracebackType | None) -> None:
+        """Note the exception that ends this process, before the process prints it and the launcher ends it."""
+        note_failure(self.folder, rank, failure)
+        if self._stacks is not None:
+            self.ignore_signals()
+            stack_dumps.note_exception(self._stacks, trace)
 
     def ignore_signals(self) -> None:
         """Write no stacks any more. A fork of this process must not write the stacks of this rank."""
@@ -138,7 +145,8 @@ class Session:
             stack_dumps.ignore(fatal=self._fatal)
 
     def remove_hooks(self) -> None:
-        """Remove all hooks from torch and from the layers."""
+        """Remove all hooks from the interpreter, from torch and from the layers."""
+        self._remove_hook()
         if self.layers is not None:
             self.layers.stop()
         for handles in self.watched.values():

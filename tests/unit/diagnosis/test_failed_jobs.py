@@ -47,7 +47,7 @@ def of(snapshot: Snapshot) -> Verdict:
 def test_the_first_cause_is_named_and_the_rest_follows() -> None:
     seen = job([(9.0, ONE, LOST), (9.2, ONE, BUG), (9.0, ONE, LOST), (9.3, TERM, None)])
     verdict = of(seen)
-    assert (verdict.syndrome, verdict.ranks, verdict.victims) == (Syndrome.FAILED, (1,), 3)
+    assert (verdict.syndrome, verdict.ranks, verdict.victims) == (Syndrome.FAILED, (1,), 0)
     assert verdict.next == Helps(1, "node0", FailureKind.PROGRAM, Remedy.STOP)
     cause, lost, asked = [item for item in verdict.evidence if isinstance(item, EndsAlike)]
     assert (cause.ranks, lost.ranks, asked.ranks, asked.asked) == ((1,), (0, 2), (3,), True)

@@ -55,3 +55,16 @@ def test_a_rank_is_compared_with_the_median_of_the_others(values: list[float]) -
         others = values[:rank] + values[rank + 1 :]
         expected = statistics.median(others) if others else float("nan")
         assert found[pieces.rank == rank].tolist() == pytest.approx([expected] * int((pieces.rank == rank).sum()), nan_ok=True)
+
+
+@pytest.mark.parametrize(("every", "count", "first"), [(0, 85, 66), (30, 85, 30), (7, 85, 66), (0, 12, 1)])
+def test_the_default_window_holds_slow_steps_as_often_as_they_come(every: int, count: int, first: int) -> None:
+    """Steps of 10 ms, of which every so many takes 200 ms longer. ``first``: the window begins there or before."""
+    took = [10 + 200 * (every > 0 and number % every == 0) for number in range(1, count + 1)]
+    ends = np.cumsum(took).tolist()
+    steps = window_of(made_trace([TraceGroup("", (0, 1))], [], [ends, ends])).steps
+    assert steps[0] <= first
+    assert len(steps) <= 64
+    assert abs(np.mean(took[steps[0] - 1 :]) / np.mean(took[-64:]) - 1) <= 0.05 or len(steps) == 20
+    if not every:
+        assert steps.tolist() == list(range(first, count + 1))

@@ -38,7 +38,7 @@ def failed_job(snapshot: Snapshot) -> list[Verdict]:
     at_fault = ends[0].ranks if cause is not None else ()
     return [
         Verdict(
-            Syndrome.FAILED, at_fault, min(each.at_ns for each in ends), victims=len(ranks) - len(at_fault),
+            Syndrome.FAILED, at_fault, min(each.at_ns for each in ends),
             evidence=tuple(ends), next=hint, confidence=1.0 if cause is not None else 0.5,
         )
     ]  # fmt: skip

@@ -51,6 +51,8 @@ def hint_of(verdict: Verdict, snapshot: Snapshot) -> Hint | None:
             return _of_slow(verdict, snapshot)
         case Syndrome.COMMUNICATION_HANG | Syndrome.COMMUNICATION_SLOW:
             return LooksAtNetwork(verdict.hosts, verdict.link, slow=verdict.syndrome is Syndrome.COMMUNICATION_SLOW)
+        case Syndrome.FAILED:
+            return None
 
 
 def _of_mismatch(verdict: Verdict, snapshot: Snapshot) -> Hint | None:
@@ -112,7 +114,7 @@ def _of_process(verdict: Verdict, snapshot: Snapshot) -> Hint | None:
     if one is None:
         return None
     by_state = {State.STOPPED: Matter.STOPPED, State.STUCK: Matter.STUCK}
-    if one.state is State.DEAD:
+    if one.state is State.DEAD or one.failure is not None:
         return _at(verdict.ranks[0], snapshot, Matter.KILLED if _was_killed(one.exit) else Matter.FAILED)
     by_cause = _BY_CAUSE.get(verdict.cause, Matter.BUSY) if verdict.cause is not None else Matter.BUSY
     return _at(verdict.ranks[0], snapshot, by_state.get(one.state, by_cause))

@@ -556,9 +556,9 @@ class Verdict:
 
     @property
     def waits_at(self) -> Frame | None:
-        """Where most of the waiting ranks are; None if unknown."""
+        """Where most of the waiting ranks are, in the user's own code if that is known; None if unknown."""
         found = [place for place in self.places if place.waiting]
-        return max(found, key=lambda place: len(place.ranks)).at if found else None
+        return max(found, key=lambda place: (place.at.own, len(place.ranks))).at if found else None
 
     @property
     def key(self) -> str:

@@ -21,7 +21,8 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from types import TracebackType
+from typing import IO
 
 from unickpt.base.private_files import open_regular, replacing
 
@@ -106,9 +107,8 @@ def ignore(*, fatal: bool = False) -> None:
         faulthandler.unregister(SIGNAL)
 
 
-def note_exception(file: IO[bytes]) -> bool:
+def note_exception(file: IO[bytes], trace: TracebackType | None) -> bool:
     """Write the stack of the exception that ends this process, as the fault handler would. Return whether there is one."""
-    trace: Any = getattr(sys, "last_traceback", None)  # set by the interpreter before it runs the functions of ``atexit``
     if trace is None:
         return False
     lines = [

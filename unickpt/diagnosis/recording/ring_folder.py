@@ -19,7 +19,7 @@ from unickpt.base.errors import CoordinationError, FormatError, NotACheckpointEr
 from unickpt.base.logs import printable
 from unickpt.base.private_files import TOKEN, file_name, make_folder, own_folders, read_text, replacing
 from unickpt.base.prometheus import NOT_ANSWERED, Scrape, scrape_from
-from unickpt.base.round_folder import ROUND, Failed, read_failure
+from unickpt.base.round_folder import FAILED, ROUND, Failed, read_failure
 from unickpt.diagnosis.host.process_state import State, state_of
 from unickpt.diagnosis.recording.launched import AbsentRank, LaunchNote, absent_ranks, read_launches
 from unickpt.diagnosis.recording.ring import SUFFIX, Identity, RingContents, RingReader
@@ -89,7 +89,7 @@ def read_folder(folder: Path, *, last: int | None = None) -> HostRings:
     ranks = {rank: ring for rank, ring in ranks.items() if not _of_earlier_start(ring.identity, launches)}
     states = {rank: _state(ring.identity) for rank, ring in ranks.items()}
     absent = absent_ranks(launches, ranks) if ranks else {}
-    noted = {rank: read_failure(folder, rank) for rank, ring in ranks.items() if ring.raised}
+    noted = {rank: read_failure(folder, rank) for rank in ranks} if any(folder.glob(f"{FAILED}*")) else {}
     # a note that is older than the ring is of an earlier start
     failures = {rank: one for rank, one in noted.items() if one is not None and one.at_ns >= ranks[rank].identity.wall_ns}
     return HostRings(ranks, states, tuple(unreadable), time.time_ns(), _offsets_ns(ranks), absent, failures)

@@ -281,6 +281,8 @@ def _process(rank: int, snapshot: Snapshot) -> str:
     parts = [f"process {one.pid} on {one.host}{where} is {condition}, in step {one.step}{_phase(one.phase)}"]
     if rank in starved_ranks(snapshot):
         parts[0] += f", and has waited for a processor {one.cpu_wait:.0%} of its time"
+    if one.failure is not None:
+        parts.append(f"it has raised {one.failure.text}")
     if one.last is None:
         parts.append("no call of it has ended")
     else:

@@ -164,7 +164,8 @@ class RankSnapshot:
     @property
     def ended_in_order(self) -> bool:
         """Whether the rank makes no further call, without a fault that is known."""
-        return self.closed and not self.raised and not self.failed and (self.exit is None or self.exit.sound)
+        sound = self.exit is None or self.exit.sound
+        return self.closed and not self.raised and self.failure is None and not self.failed and sound
 
 
 @dataclass(frozen=True, slots=True)
