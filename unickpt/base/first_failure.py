@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import sysconfig
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,8 @@ from unickpt.base.logs import logger
 from unickpt.base.round_folder import Failed, folder_of_round, note_failure
 
 _CALLERS = ("autograd/graph.py", "_ops.py", "nn/parallel/distributed.py")  # of the reducer of DDP and functional collectives
+_LIBRARIES = ("torch", "deepspeed", "megatron.core", "megatron.training", "unickpt", "ds_unickpt", "megatron_unickpt")
+_INSTALLED = {"site-packages", "dist-packages"}
 _MOST = 16  # causes of an exception
 
 _stepped: dict[str, bool] = {}  # whether an optimizer of this process has made a step
@@ -68,8 +71,8 @@ def _made_a_step(*_: Any) -> None:
 
 def failed(error: BaseException, trace: TracebackType | None, stepped: bool) -> Failed:
     """Return what the agent must know about an exception."""
-    frames = traceback.extract_tb(trace)
-    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    frame = _own_frame(traceback.extract_tb(trace))
+    place = f"{Path(frame.filename).name}:{frame.lineno}" if frame is not None else ""
     name, others = type(error).__name__, _is_of_others(error)
     rule = rule_for([each.__name__ for each in type(error).__mro__], str(error), _rules())
     if others and rule.kind is not FailureKind.ASKED:
@@ -77,6 +80,18 @@ def failed(error: BaseException, trace: TracebackType | None, stepped: bool) -> 
     return Failed(
         f"{name} {place}", f"{name}: {error} ({place})"[:500], stepped or others, rule.kind, rule.remedy, name, time.time_ns()
     )
+
+
+def _own_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """Return the innermost frame of the user's own code, otherwise the innermost one; None without frames."""
+    folders = [sysconfig.get_paths()["stdlib"]]
+    folders += [str(path) for name in _LIBRARIES for path in getattr(sys.modules.get(name), "__path__", ())]
+
+    def is_own(file: str) -> bool:
+        return not (file.startswith("<frozen") or _INSTALLED.intersection(Path(file).parts) or file.startswith(inside))
+
+    inside = tuple(f"{folder}{os.sep}" for folder in folders)
+    return next((frame for frame in reversed(frames) if is_own(frame.filename)), frames[-1] if frames else None)
 
 
 def _rules() -> tuple[FailureRule, ...]:

@@ -87,8 +87,11 @@ def test_the_ranks_of_a_host_may_be_late_together() -> None:
 HOSTS = {rank: "n0" for rank in range(4)}
 
 
-def slower(extra: Extra, *, from_step: int = 60, count: int = 120, **given: Any) -> Any:
-    return slower_than_before(steps(4, count, lambda rank, step: extra(rank, step) * (step >= from_step), **given), HOSTS)
+def slower(extra: Extra, *, from_step: int = 60, count: int = 120, waits: tuple[float, ...] = (0.3, 0.3), **given: Any) -> Any:
+    """Verdicts on four ranks, with the share of time that they wait for processors before and after a step."""
+    made = steps(4, count, lambda rank, step: extra(rank, step) * (step >= from_step), **given)
+    ends = made["end_ns"][::4].tolist()
+    return slower_than_before(made, HOSTS, [(end, waits[at >= from_step]) for at, end in enumerate(ends) if waits])
 
 
 def test_ranks_that_all_take_longer_than_before_have_a_price() -> None:
@@ -113,7 +116,16 @@ def test_a_job_that_is_as_fast_as_before_is_not_slower(seed: int) -> None:
 def test_other_calls_are_other_work() -> None:
     found = steps(4, 120, lambda _, step: 70 * MS * (step >= 60))
     found["calls"] = found["number"] >= 66
-    assert slower_than_before(found, HOSTS) == []
+    looks = [(end, 0.0) for end in found["end_ns"].tolist()]
+    assert slower_than_before(found, HOSTS, looks) == []
+    found["calls"] = found["number"] % 10 == 0  # now and then one more
+    assert slower_than_before(found, HOSTS, looks)
+
+
+def test_what_other_programs_take_is_no_loss_of_the_job() -> None:
+    assert slower(lambda *_: 70 * MS, waits=(0.2, 0.6)) == []
+    assert slower(lambda *_: 70 * MS, waits=()) == [], "not known"
+    assert slower(lambda *_: 70 * MS, waits=(0.4, 0.25)), "the same waits, in longer steps"
 
 
 def test_collections_in_turn_have_a_price_and_no_rank_is_slow() -> None:

@@ -440,12 +440,14 @@ class StepHistory:
         self._steps = np.zeros(0, STEP)
         self._pids: dict[int, int] = {}
         self._longest_ns = 0
+        self._waits: deque[tuple[int, float]] = deque(maxlen=_SAMPLES)
 
     def with_more(self, snapshot: Snapshot) -> Snapshot:
         """Return a snapshot with the steps and the longest wait of earlier ones."""
         pids = {rank: one.pid for rank, one in snapshot.ranks.items()}
         if any(self._pids.get(rank, pid) != pid for rank, pid in pids.items()):  # another job in the same folder
             self._steps, self._longest_ns = self._steps[:0], 0
+            self._waits.clear()
         self._pids = pids
         every = np.concatenate([self._steps, snapshot.steps])
         every = every[np.lexsort((every["number"], every["rank"]))]
@@ -455,6 +457,11 @@ class StepHistory:
             end = np.searchsorted(every["rank"], every["rank"], side="right")
             every = every[end - np.arange(len(every)) <= kept_steps(len(pids))]
         self._steps = every
+        waits = [one.cpu_wait for one in snapshot.ranks.values()]
+        begin_ns = int(every["begin_ns"].min()) if len(every) else snapshot.now_ns
+        self._waits.append((snapshot.now_ns, float(np.median(waits)) if waits else 0.0))
+        while self._waits[0][0] < begin_ns:
+            self._waits.popleft()
         if snapshot.longest_wait_ns <= self.deadline_s * 1e9:
             self._longest_ns = max(self._longest_ns, snapshot.longest_wait_ns)
-        return dataclasses.replace(snapshot, steps=every, longest_wait_ns=self._longest_ns)
+        return dataclasses.replace(snapshot, steps=every, longest_wait_ns=self._longest_ns, cpu_waits=tuple(self._waits))

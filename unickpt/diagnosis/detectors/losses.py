@@ -65,10 +65,16 @@ def losses(steps: StepRows, hosts: Mapping[int, str] = MappingProxyType({})) -> 
     return []
 
 
-def slower_than_before(steps: StepRows, hosts: Mapping[int, str]) -> list[Verdict]:
+def slower_than_before(steps: StepRows, hosts: Mapping[int, str], cpu_waits: Sequence[tuple[int, float]]) -> list[Verdict]:
     """Return a verdict on all ranks if each takes longer than earlier in the job, with the same calls in a step.
 
-    Nearly all newest steps of each rank must be longer than nearly all of its oldest known ones.
+    Nearly all newest steps of each rank must be longer than nearly all of its oldest known ones, and not because other programs
+    use the processors.
+
+    Args:
+        steps: steps of every rank, in any order.
+        hosts: host of each rank.
+        cpu_waits: ``Snapshot.cpu_waits``. Without them it is not known what other programs do, and nothing is said.
     """
     ranks, table, numbers = _tables(steps[steps["number"] > WARM_UP], LONGER)
     if not len(ranks) or table.shape[2] < NEW + OLD:
@@ -87,6 +93,9 @@ def slower_than_before(steps: StepRows, hosts: Mapping[int, str]) -> list[Verdic
     excess = float(np.median(row_medians(new) - usual))
     if not apart.all() or times.min() < SLOWER or excess < LOST * length:
         return []
+    before, now = _waited_per_step(table[:, :, :OLD], cpu_waits), _waited_per_step(table[:, :, -NEW:], cpu_waits)
+    if before is None or now is None or now - before > excess / 2:
+        return []
     evidence = SlowerThanBefore(excess, length, float(np.median(times)), NEW, (int(numbers[0]), int(numbers[OLD - 1])))
     cause = next(
         (
@@ -103,6 +112,13 @@ def slower_than_before(steps: StepRows, hosts: Mapping[int, str]) -> list[Verdic
             cause=cause, evidence=(evidence,), next=AllSlower(there, int(numbers[-NEW]), int(numbers[-1])),
         )
     ]  # fmt: skip
+
+
+def _waited_per_step(table: Floats, cpu_waits: Sequence[tuple[int, float]]) -> float | None:
+    """Return how long the median rank waited for a processor in a step, in nanoseconds; None without a look in these steps."""
+    begin, end = float(table[0].min()), float(table[1].max())
+    shares = [share for at_ns, share in cpu_waits if begin <= at_ns <= end]
+    return float(np.mean(shares)) * float(np.median(table[1] - table[0])) if shares else None
 
 
 def _grown(times: Floats) -> float:

@@ -14,7 +14,6 @@ from unickpt.diagnosis.snapshot.snapshot import WARM_UP, Snapshot
 
 STARVED, CROWDED_FOR_NS = 0.5, 5_000_000_000  # share of time, and time, without a processor: slow for that reason alone
 CROWDED, CROWDED_TIMES = 0.15, 2.0  # share of time, and ratio to the median, from which a rank is starved
-SHARED = 0.05  # share of time without a processor from which a machine counts as shared with other programs
 LATE, LATE_OF = 6, 8  # late in LATE of the LATE_OF newest steps: links are not judged then
 
 
@@ -43,14 +42,7 @@ def slowness(snapshot: Snapshot, links: Links, usual: LinkHistory | None) -> lis
     if not verdicts and not late and not kernel and _in_motion(snapshot):
         verdicts = slow_links(transfers_of(snapshot.calls))
     verdicts = [*verdicts, *in_turn]
-    # only where the job was watched: that its ranks had processors is not in the records
-    return verdicts if verdicts or usual is None or _is_crowded(snapshot) else slower_than_before(snapshot.steps, hosts)
-
-
-def _is_crowded(snapshot: Snapshot) -> bool:
-    """Return whether most ranks wait for a processor: other programs use the machine, too."""
-    waits = [one.cpu_wait for one in snapshot.ranks.values()]
-    return bool(waits) and float(np.median(waits)) > SHARED
+    return verdicts or slower_than_before(snapshot.steps, hosts, snapshot.cpu_waits)
 
 
 def _in_motion(snapshot: Snapshot) -> bool:

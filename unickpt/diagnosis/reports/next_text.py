@@ -193,7 +193,7 @@ def _process(hint: LooksAtProcess, verdict: Verdict) -> str:
                 "limits of the container"
             )
         case Matter.FAILED:
-            return f"rank {hint.rank} has ended by itself: its error is above this line in the log of {hint.host}"
+            return f"rank {hint.rank} has failed: its error is above this line in the log of {hint.host}"
         case Matter.NO_DATA:
             return f"rank {hint.rank} waits for its data loader: look at its workers, storage and network on {hint.host}"
         case Matter.NOT_BEGUN:

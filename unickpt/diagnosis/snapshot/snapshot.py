@@ -183,6 +183,8 @@ class Snapshot:
         longest_wait_ns: longest wait of these ranks in a call after the first steps.
         problems: files that could not be read, with the reason.
         absent: ranks that were started and have not begun to record.
+        cpu_waits: times of earlier looks, with the share of time, 0 to 1, in which the median rank waited for a processor;
+            empty after a single look.
     """
 
     now_ns: int
@@ -195,6 +197,7 @@ class Snapshot:
     longest_wait_ns: int = 0
     problems: Sequence[str] = field(default_factory=tuple)
     absent: Mapping[int, AbsentRank] = field(default_factory=dict)
+    cpu_waits: Sequence[tuple[int, float]] = ()
 
     def comm_of(self, name: str) -> int:
         """Return the number of a communicator; -1 if it is unknown."""
