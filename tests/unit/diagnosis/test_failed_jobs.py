@@ -100,10 +100,13 @@ def test_a_job_that_has_ended_in_order_or_was_ended_has_not_failed(ends: Any) ->
     assert failed_job(job(ends)) == []
 
 
-def test_a_job_that_runs_has_not_failed() -> None:
-    seen = job([(8.0, ONE, BUG), (8.0, TERM, None)])
+@pytest.mark.parametrize(("failure", "says"), [(BUG, True), (LOST, False)])
+def test_a_job_that_runs_has_not_failed_unless_its_launcher_ends_it(failure: Failed, says: bool) -> None:
+    seen = job([(8.0, ONE, failure), (8.0, TERM, None)])
     ranks = {**seen.ranks, 2: RankSnapshot(7, "node1", State.RUNNING, False, 20, 0)}
-    assert failed_job(Snapshot(seen.now_ns, ranks, seen.groups, seen.rows, seen.steps, seen.calls)) == []
+    seen = Snapshot(seen.now_ns, ranks, seen.groups, seen.rows, seen.steps, seen.calls)
+    assert failed_job(seen) == []
+    assert [each.ranks for each in failed_job(seen, ends=True)] == [(0,)] * says
 
 
 def test_exceptions_travel_between_hosts() -> None:

@@ -247,8 +247,13 @@ class Agent:
         self._traffic = Traffic()
         self._prior = LayerPrior(folder, store or default_store())
 
-    def look(self, job: HostRings, exits: Mapping[int, ProcessExit] | None = None) -> Look | None:
+    def look(self, job: HostRings, exits: Mapping[int, ProcessExit] | None = None, *, ends: bool = False) -> Look | None:
         """Process one look: the rings as read, and the processes that have ended.
+
+        Args:
+            job: the rings.
+            exits: the processes.
+            ends: whether the launcher ends the ranks, because some have failed.
 
         Returns:
             What the job's first agent has found; None from another agent.
@@ -280,7 +285,7 @@ class Agent:
         others = self._collector.others() if self._collector is not None else []
         merged = on_one_clock([own, *(_aged(other, age) for other, age in others)])
         snapshot = self._history.with_more(merged)
-        found = examine(snapshot, usual=self._usual, reach=self._reach)
+        found = examine(snapshot, usual=self._usual, reach=self._reach, ends=ends)
         self._history.deadline_s = found.deadline_s
         if self._collector is not None:
             self._collector.publish(snapshot, found, read_status(self._folder))

@@ -60,7 +60,12 @@ class Examination:
 
 
 def examine(
-    snapshot: Snapshot, *, after_s: float | None = None, usual: LinkHistory | None = None, reach: Reach = _UNKNOWN
+    snapshot: Snapshot,
+    *,
+    after_s: float | None = None,
+    usual: LinkHistory | None = None,
+    reach: Reach = _UNKNOWN,
+    ends: bool = False,
 ) -> Examination:
     """Find what is wrong with a job at the time of a snapshot.
 
@@ -69,6 +74,7 @@ def examine(
         after_s: seconds that a call may take; default: derived from the job's own calls and steps.
         usual: past of the job's links, if the caller has watched the job from its beginning.
         reach: how a person reaches the job.
+        ends: whether the launcher ends the job, because ranks have failed.
     """
     if len(snapshot.steps):  # others have made steps with them, so these ranks are not timed
         snapshot = dataclasses.replace(snapshot, absent={})
@@ -76,7 +82,7 @@ def examine(
     links = links_of(snapshot.windows)
     slow = slowness(snapshot, links, usual)  # in a hanging job, too: the history of the links goes on
     verdicts = _hangs(snapshot, links, limit_s, patient=after_s is None) or slow
-    verdicts = [*verdicts, *failed_job(snapshot)]
+    verdicts = [*verdicts, *failed_job(snapshot, ends=ends)]
     return Examination([_complete(verdict, snapshot, reach) for verdict in verdicts], limit_s)
 
 

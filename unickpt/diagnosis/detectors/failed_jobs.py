@@ -14,13 +14,17 @@ from unickpt.diagnosis.snapshot.snapshot import RankSnapshot, Snapshot
 _FOLLOW = (FailureKind.CONNECTION, FailureKind.ASKED)
 
 
-def failed_job(snapshot: Snapshot) -> list[Verdict]:
+def failed_job(snapshot: Snapshot, *, ends: bool = False) -> list[Verdict]:
     """Return the verdict on a job that has ended; empty if it runs, has ended in order, or was ended from outside.
 
     The cause is the earliest end that is not the consequence of another one. Without such an end, no rank is at fault.
+
+    Args:
+        snapshot: the job.
+        ends: whether its launcher ends it, also if some ranks still live.
     """
-    ranks = snapshot.ranks
-    if not ranks or snapshot.absent or any(one.state is not State.DEAD for one in ranks.values()):
+    ranks = {rank: one for rank, one in snapshot.ranks.items() if one.state is State.DEAD}
+    if not ranks or (not ends and (snapshot.absent or len(ranks) < len(snapshot.ranks))):
         return []
     rules = {rank: _rule(one) for rank, one in ranks.items()}
     bad = {rank: rule for rank, rule in rules.items() if rule is not None}
@@ -29,7 +33,9 @@ def failed_job(snapshot: Snapshot) -> list[Verdict]:
     causes = [rank for rank, rule in bad.items() if rule.kind not in _FOLLOW]
     if asked_first:  # a launcher kills what does not end: that is no fault
         causes = [rank for rank in causes if ranks[rank].failure is not None]
-    if not causes and (asked_first or all(rule.kind is FailureKind.ASKED for rule in bad.values())):
+    if not causes and (
+        asked_first or len(ranks) < len(snapshot.ranks) or all(rule.kind is FailureKind.ASKED for rule in bad.values())
+    ):
         return []
     first_ns = {rank: _at_ns(one) for rank, one in ranks.items()}
     cause = min(causes, key=lambda rank: first_ns[rank], default=None)

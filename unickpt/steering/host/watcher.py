@@ -121,15 +121,15 @@ class RoundWatch:
         self._gains = Gains(predict)
         self.over = False
 
-    def look(self) -> HubReport | None:
-        """Look once. Return the report for the leader, if this agent makes reports.
+    def look(self, *, ends: bool = False) -> HubReport | None:
+        """Look once. Return the report for the leader, if this agent makes reports. ``ends``: the workers have failed.
 
         Raises:
             UnickptError, OSError: there is no readable ring yet.
         """
         job = self.rings.read()
         self.over = over(job)
-        found = self._agent.look(job, self.rings.exits.known)
+        found = self._agent.look(job, self.rings.exits.known, ends=ends)
         if found is None or self._collector is None:
             return None
         self._pause_ns = max(self._pause_ns, found.longest_wait_ns)
@@ -269,9 +269,9 @@ class Watcher:
     def _end(self, last_look: bool) -> None:
         if self._round is not None:
             if last_look:  # the snapshots of other hosts, and verdicts for this one, come in between
-                self._report(self._round)
+                self._report(self._round, ends=True)
                 time.sleep(LAST_S)
-                self._report(self._round)
+                self._report(self._round, ends=True)
             self._round.rings.exits.close()
         self._round = self._assignment = None
         self._hub = (Collector(), "")
@@ -297,9 +297,9 @@ class Watcher:
         if scrape.port and not self._asked:
             self._asked, self._port = True, answer_prometheus(lambda: self._hub, scrape, notice)
 
-    def _report(self, watch: RoundWatch) -> None:
+    def _report(self, watch: RoundWatch, *, ends: bool = False) -> None:
         with contextlib.suppress(UnickptError, OSError):  # no ring yet
-            report = watch.look()
+            report = watch.look(ends=ends)
             if report is not None:
                 print(json.dumps(report_as_json(report)), flush=True)
 
