@@ -20,7 +20,7 @@ from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.places import MOST
 from unickpt.diagnosis.detectors.verdicts import Reach, Verdict
 from unickpt.diagnosis.host.process_exits import read_exits
-from unickpt.diagnosis.recording.ring_folder import described, has_living, job_of, own_jobs, read_folder
+from unickpt.diagnosis.recording.ring_folder import described, has_living, own_jobs, read_folder
 from unickpt.diagnosis.reports.host_folders import placed
 from unickpt.diagnosis.reports.verdict_line import clock_time
 from unickpt.diagnosis.reports.verdict_text import as_json, pending, render_all, render_waits
@@ -70,13 +70,13 @@ def _own_folder() -> tuple[str, str]:
             f"{SHARED_MEMORY}: no job of yours is timed here. For the next run set UNICKPT_TIMING=1 or timing.enabled; for "
             "this one, py-spy dump --pid PID shows where a process is. If the rings are elsewhere, pass their folder"
         )
-    running = {job_of(folder): folder for folder in found if has_living(folder)}  # the newest round of each
+    running = [folder for folder in found if has_living(folder)]  # of earlier rounds, no process lives
     if len(running) > 1:
-        lines = [f"  unickpt diagnose {folder}  # {described(folder)}" for folder in running.values()]
+        lines = [f"  unickpt diagnose {folder}  # {described(folder)}" for folder in running]
         raise NotACheckpointError(
             "\n".join(("several of your jobs are timed here, all of them running; name one (newest last):", *lines))
         )
-    folder = next(iter(running.values()), found[-1])
+    folder = next(iter(running), found[-1])
     if len(found) == 1:
         return str(folder), ""
     which = "the newest round of the running job" if running else "the job that has ended last"
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     own, chosen = ("", "") if args.places else _own_folder()
     places = args.places or [own]
     snapshot = seen_from(places)
-    found = examine(snapshot, after_s=args.after, reach=Reach(tuple(places)))
+    found = examine(snapshot, after_s=args.after, reach=Reach(tuple(places))).with_end()
     folders = [Path(place) for place in places if Path(place).is_dir()]
     verdicts, snapshot = placed(found.verdicts, snapshot, folders)
     texts = render_all(verdicts, snapshot)

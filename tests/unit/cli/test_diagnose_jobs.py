@@ -49,7 +49,7 @@ def test_of_a_running_job_with_several_rounds_the_newest_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job(tmp_path, "b", gone("b"), 3)
-    job(tmp_path, "a", Identity.here(0, 2, "a"), 1)
+    job(tmp_path, "a", gone("a"), 1)
     newest = job(tmp_path, "a", Identity.here(0, 2, "a"), 2)
     said = said_of(tmp_path, monkeypatch, capsys)
     assert said.startswith(f"{newest}: the newest round of the running job, of 3 folders: 2 ranks, began")

@@ -51,8 +51,8 @@ def test_the_first_cause_is_named_and_the_rest_follows() -> None:
     assert verdict.next == Helps(1, "node0", FailureKind.PROGRAM, Remedy.STOP)
     cause, lost, asked = [item for item in verdict.evidence if isinstance(item, EndsAlike)]
     assert (cause.ranks, lost.ranks, asked.ranks, asked.asked) == ((1,), (0, 2), (3,), True)
-    examined = [each for each in examine(seen).verdicts if each.syndrome is Syndrome.FAILED]
-    text = render(examined[0], seen)
+    (examined,) = examine(seen).end
+    text = render(examined, seen)
     line = parse_line(text.line)
     assert (line.ranks.ranks, line.host, line.error, line.helps) == ((1,), "node0", "KeyError", "stop")
     assert "first rank 1 on node0" in text.sentence
@@ -79,6 +79,10 @@ def test_a_process_without_an_exception_is_a_cause(first: Any, remedy: Remedy) -
     assert verdict.next.remedy is remedy
 
 
+def test_a_rank_that_has_ended_in_order_before_changes_nothing() -> None:
+    assert of(job([(7.0, SOUND, None), (8.0, KILL, None), (8.2, TERM, None)])).ranks == (1,)
+
+
 def test_without_a_cause_no_rank_is_at_fault() -> None:
     verdict = of(job([(8.0, ABORT, None), (8.0, ONE, LOST), (8.2, TERM, None), (8.1, ABORT, None)]))
     assert (verdict.ranks, verdict.next) == ((), None)
@@ -91,10 +95,11 @@ def test_without_a_cause_no_rank_is_at_fault() -> None:
         [(8.0, SOUND, None)] * 4,
         [(8.0, TERM, None)] * 4,
         [(8.0, TERM, None), (8.0, TERM, None), (38.0, KILL, None), (38.0, KILL, None)],
+        [(8.0, KILL, None), (8.0, KILL, None), (8.01, KILL, None)],
         [(8.0, None, None)] * 4,
         [(8.0, SOUND, None)] * 3 + [(8.0, None, None)],
     ],
-    ids=["in order", "asked", "asked, and killed later", "unknown", "in order and unknown"],
+    ids=["in order", "asked", "asked, and killed later", "killed", "unknown", "in order and unknown"],
 )  # fmt: skip
 def test_a_job_that_has_ended_in_order_or_was_ended_has_not_failed(ends: Any) -> None:
     assert failed_job(job(ends)) == []

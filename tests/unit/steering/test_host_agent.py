@@ -94,7 +94,7 @@ def test_one_agent_for_all_rounds_with_the_hosts_of_the_ranks_and_nothing_of_ear
     assert (found.epoch, found.step) == ((1, 1), 20)
     (finding,) = found.findings
     assert (finding.fault, finding.hosts, finding.ranks) == (Fault.HUNG, ("b",), (2,))
-    assert finding.text.startswith("unickpt HANG rank=2 op=all_reduce seq=3 group=")
+    assert finding.text.startswith("unickpt HANG rank=2 host=b op=all_reduce seq=3 group=")
     until(lambda: any(each.findings and each.findings[0].still_s > 0 for each in of_a))  # measured on b, where the rank is
     assert ranks_at(hub) == {0, 1, 2, 3}
     for agent in (a, b):

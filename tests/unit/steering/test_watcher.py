@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from pathlib import Path
 
 from tests.unit.diagnosis.agent.made import hung
@@ -35,7 +36,7 @@ def test_a_hang_is_reported_with_its_host_and_the_least_movement(tmp_path: Path)
         Fault.HUNG, ("b",), (2,), 7.0, 9.0,
     )  # fmt: skip
     assert 129 < finding.age_s < 190
-    assert finding.text.startswith("unickpt HANG rank=2 op=all_reduce seq=3 ")
+    assert finding.text.startswith(f"unickpt HANG rank=2 host={socket.gethostname()} op=all_reduce seq=3 ")
     assert finding.text.endswith(", without movement for 7 s, in one place for 9 s")
 
 

@@ -285,7 +285,7 @@ class Agent:
         others = self._collector.others() if self._collector is not None else []
         merged = on_one_clock([own, *(_aged(other, age) for other, age in others)])
         snapshot = self._history.with_more(merged)
-        found = examine(snapshot, usual=self._usual, reach=self._reach, ends=ends)
+        found = examine(snapshot, usual=self._usual, reach=self._reach, ends=ends).with_end()
         self._history.deadline_s = found.deadline_s
         if self._collector is not None:
             self._collector.publish(snapshot, found, read_status(self._folder))

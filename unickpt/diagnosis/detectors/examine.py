@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +54,16 @@ class Examination:
     Attributes:
         verdicts: findings.
         deadline_s: seconds that a call was allowed to take.
+        end: how the job has ended, if it has, and not in order.
     """
 
     verdicts: list[Verdict]
     deadline_s: float
+    end: Sequence[Verdict] = ()
+
+    def with_end(self) -> Examination:
+        """Return the same with the verdict on the end of the job as the last one."""
+        return dataclasses.replace(self, verdicts=[*self.verdicts, *self.end], end=())
 
 
 def examine(
@@ -82,8 +89,8 @@ def examine(
     links = links_of(snapshot.windows)
     slow = slowness(snapshot, links, usual)  # in a hanging job, too: the history of the links goes on
     verdicts = _hangs(snapshot, links, limit_s, patient=after_s is None) or slow
-    verdicts = [*verdicts, *failed_job(snapshot, ends=ends)]
-    return Examination([_complete(verdict, snapshot, reach) for verdict in verdicts], limit_s)
+    end = [_complete(verdict, snapshot, reach) for verdict in failed_job(snapshot, ends=ends)]
+    return Examination([_complete(verdict, snapshot, reach) for verdict in verdicts], limit_s, end)
 
 
 def _complete(verdict: Verdict, snapshot: Snapshot, reach: Reach) -> Verdict:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from unickpt.base.failure_kinds import FailureKind, FailureRule, Remedy, rule_for
 from unickpt.diagnosis.detectors.verdicts import EndsAlike, Helps, Syndrome, Verdict
-from unickpt.diagnosis.host.process_exits import ASKED, ExitStatus
+from unickpt.diagnosis.host.process_exits import ASKED, TOGETHER_S, ExitStatus
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.snapshot.snapshot import RankSnapshot, Snapshot
 
@@ -28,26 +28,33 @@ def failed_job(snapshot: Snapshot, *, ends: bool = False) -> list[Verdict]:
         return []
     rules = {rank: _rule(one) for rank, one in ranks.items()}
     bad = {rank: rule for rank, rule in rules.items() if rule is not None}
-    first = min((one.heard_ns for one in ranks.values()), default=0)
+    first = min((ranks[rank].heard_ns for rank in bad), default=0)
     asked_first = all(bad[rank].kind is FailureKind.ASKED for rank in bad if ranks[rank].heard_ns == first)
     causes = [rank for rank, rule in bad.items() if rule.kind not in _FOLLOW]
+    if _killed_together(snapshot.ranks):
+        return []
     if asked_first:  # a launcher kills what does not end: that is no fault
         causes = [rank for rank in causes if ranks[rank].failure is not None]
-    if not causes and (
-        asked_first or len(ranks) < len(snapshot.ranks) or all(rule.kind is FailureKind.ASKED for rule in bad.values())
-    ):
+    from_outside = asked_first or all(rule.kind is FailureKind.ASKED for rule in bad.values())
+    if not causes and (from_outside or len(ranks) < len(snapshot.ranks)):
         return []
     first_ns = {rank: _at_ns(one) for rank, one in ranks.items()}
     cause = min(causes, key=lambda rank: first_ns[rank], default=None)
-    ends = _alike(ranks, first_ns, cause)
+    alike = _alike(ranks, first_ns, cause)
     hint = None if cause is None else Helps(cause, ranks[cause].host, bad[cause].kind, bad[cause].remedy)
-    at_fault = ends[0].ranks if cause is not None else ()
+    at_fault = alike[0].ranks if cause is not None else ()
     return [
         Verdict(
-            Syndrome.FAILED, at_fault, min(each.at_ns for each in ends),
-            evidence=tuple(ends), next=hint, confidence=1.0 if cause is not None else 0.5,
+            Syndrome.FAILED, at_fault, min(each.at_ns for each in alike),
+            evidence=tuple(alike), next=hint, confidence=1.0 if cause is not None else 0.5,
         )
     ]  # fmt: skip
+
+
+def _killed_together(ranks: Mapping[int, RankSnapshot]) -> bool:
+    """Return whether all ranks were killed at once, as by the end of a container."""
+    killed = [one.heard_ns for one in ranks.values() if one.exit is not None and one.exit.signal_name == "SIGKILL"]
+    return 1 < len(killed) == len(ranks) and max(killed) - min(killed) < TOGETHER_S * 1e9
 
 
 def _rule(one: RankSnapshot) -> FailureRule | None:

@@ -183,11 +183,6 @@ def own_jobs(parent: Path) -> list[Path]:
     return sorted(found, key=lambda folder: folder.lstat().st_mtime)
 
 
-def job_of(folder: Path) -> str:
-    """Return the name of the job of a folder: the same for all its rounds."""
-    return folder.name.rpartition("-")[0]
-
-
 def remove_old(parent: Path, *, older_than_s: float) -> None:
     """Remove this user's job folders without living processes and unchanged for ``older_than_s`` seconds. Never raises."""
     with contextlib.suppress(OSError):

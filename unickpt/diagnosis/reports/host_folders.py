@@ -36,7 +36,7 @@ class Hosts:
     def judged(self, *, after_s: float | None) -> list[tuple[Verdict, VerdictText]]:
         """Return the verdicts on the job with their texts; ``after_s`` is the number of seconds that a call may take."""
         snapshot = on_one_clock([take_snapshot(job, newest_steps=KEPT_STEPS) for job in self.jobs])
-        found = examine(snapshot, after_s=after_s, reach=Reach(tuple(map(str, self.folders))))
+        found = examine(snapshot, after_s=after_s, reach=Reach(tuple(map(str, self.folders)))).with_end()
         verdicts, snapshot = placed(found.verdicts, snapshot, self.folders)
         return [(verdict, render(verdict, snapshot)) for verdict in verdicts]
 

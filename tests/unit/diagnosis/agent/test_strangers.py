@@ -225,10 +225,10 @@ def test_text_from_a_ring_is_escaped_in_the_log(tmp_path: Path) -> None:
     lines: list[str] = []
     agent = Agent(tmp_path, lines.append)
     agent.look(read_folder(tmp_path))
-    line, sentence = lines
+    line, sentence, advice = lines
     assert parse_line(line).group == ODD[:96]
     assert sentence.startswith("unickpt: rank 2 has not entered all_reduce #2")
-    assert is_plain(line + sentence)
+    assert is_plain(line + sentence + advice)
 
 
 def test_text_from_another_agent_is_escaped_in_the_log(tmp_path: Path) -> None:
@@ -375,10 +375,11 @@ def test_an_agent_continues_after_a_failed_look(tmp_path: Path, monkeypatch: pyt
     options: dict[str, Any] = {"every_s": 0.05, "gives_way": True}
     thread = threading.Thread(target=loop.watch, args=(tmp_path, lines.append), kwargs=options, daemon=True)
     thread.start()
-    until(lambda: len(lines) == 3)
+    until(lambda: len(lines) == 4)
     assert "the last one: ZeroDivisionError: \\x1b[2J" in lines[0]
     assert lines[1].startswith("unickpt HANG rank=2 ")
     assert lines[2].startswith("unickpt: rank 2 has not entered")
+    assert lines[3].startswith("unickpt: next: ")
     next(tmp_path.glob(f"{loop.STARTED}-*")).write_text("another one")
     thread.join(10)
     assert not thread.is_alive()
