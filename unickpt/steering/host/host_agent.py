@@ -23,6 +23,7 @@ from unickpt.base.logs import logger, printable
 from unickpt.base.private_files import SHARED_MEMORY
 from unickpt.base.round_folder import RINGS, RINGS_JOB, read_commits, remove_note
 from unickpt.diagnosis.agent.launch import run_isolated
+from unickpt.diagnosis.recording.ring import SUFFIX
 from unickpt.diagnosis.recording.ring_folder import fresh_folder, remove_old
 from unickpt.steering.host.watcher import Assignment, end_line
 from unickpt.steering.policy.reports import HubReport, report_from_json
@@ -211,7 +212,9 @@ class HostAgent:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Remove the folder of a round without timing."""
+    """Remove the folder of a round without timing. With rings, the notes say how their ranks have ended."""
+    if any(folder.glob(f"*{SUFFIX}")):
+        return
     remove_note(folder)
     with contextlib.suppress(OSError):
         folder.rmdir()
