@@ -194,6 +194,39 @@ def test_waits_are_recorded(recorder: CallRecorder) -> None:
     assert list(recorder.state.pending) == [id(works[2])]
 
 
+def test_many_works_are_waited_for_in_any_order(recorder: CallRecorder) -> None:
+    group, works = Group(), [Work() for _ in range(40)]
+    recorder._communicator(group)
+    given = iter(works)
+    made = fast_path.method(recorder.state, "allreduce", lambda *_: next(given), refused)
+    wait = fast_path.wait_method(recorder.state, lambda *_: True, refused)
+    for _ in works:
+        made(group, [X], options(asyncOp=True))
+    for work in works[30:] + works[:20:-1]:
+        wait(work)
+    assert set(recorder.state.pending) == {id(work) for work in works[:21]}
+    for work in works[10:21]:
+        assert recorder.waits(work) == works.index(work) + 1
+    for work in works[:10]:
+        wait(work)
+        wait(work)  # again, which is not recorded
+    assert recorder.state.pending == {}
+    waited = [bool(record["wait_ns"] and record["end_ns"]) for record in records(recorder)]
+    assert waited == [not 10 <= at < 21 for at in range(40)]
+
+
+def test_a_group_that_is_gone_is_not_recorded_any_more(recorder: CallRecorder) -> None:
+    groups = [Group() for _ in range(20)]
+    made = fast_path.method(recorder.state, "allreduce", lambda *_: None, lambda *_: "python")
+    for group in groups:
+        recorder._communicator(group)
+        assert made(group, [X], options()) is None
+    for group in groups[::2]:
+        recorder._forget_group(id(group))
+    recorder._forget_group(0)
+    assert [made(group, [X], options()) for group in groups] == ["python", None] * 10
+
+
 def test_a_record_that_was_reused_is_not_written(recorder: CallRecorder) -> None:
     group, work = Group(), Work()
     recorder._communicator(group)

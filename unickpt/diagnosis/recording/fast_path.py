@@ -8,12 +8,14 @@ extension does not know are recorded in Python in both cases.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 
+from unickpt.diagnosis.recording import processor_counter
 from unickpt.diagnosis.recording.records import RECORD, Op
 from unickpt.diagnosis.recording.ring import RingWriter
 
@@ -54,7 +56,6 @@ class RecorderState(Protocol):
         phase: training phase.
         blocked: if not 0, each call is recorded in Python.
         waits_blocked: the same for waits.
-        groups: by the id of a process group; only those whose calls are not timed on a device.
         pending: by the id of work: the work, its records, their flags.
     """
 
@@ -65,24 +66,29 @@ class RecorderState(Protocol):
     waits_blocked: int
 
     @property
-    def groups(self) -> dict[int, GroupState]: ...
-
-    @property
     def pending(self) -> dict[int, tuple[Any, int | tuple[int, ...], int]]: ...
 
     def next(self) -> int:
         """Return the number of a new record."""
 
+    def now(self) -> int:
+        """Return nanoseconds on the monotonic clock, not less than before."""
+
+    def add_group(self, key: int, group: GroupState, /) -> None:
+        """Take note of a process group by its id; only of one whose calls are not timed on a device."""
+
+    def remove_group(self, key: int, /) -> None:
+        """Forget a process group, if it was added."""
+
 
 class PythonRecorderState:
     """``RecorderState`` in Python."""
 
-    __slots__ = ("_numbers", "blocked", "groups", "last", "pending", "phase", "step", "waits_blocked")
+    __slots__ = ("_numbers", "blocked", "last", "pending", "phase", "step", "waits_blocked")
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self.last = self.step = self.phase = self.blocked = self.waits_blocked = 0
-        self.groups: dict[int, GroupState] = {}
         self.pending: dict[int, tuple[Any, int | tuple[int, ...], int]] = {}
 
     def next(self) -> int:
@@ -90,10 +96,23 @@ class PythonRecorderState:
         self.last = max(self.last, number)
         return number
 
+    now = staticmethod(time.monotonic_ns)
+
+    def add_group(self, key: int, group: GroupState, /) -> None:
+        """Do nothing: only the extension looks for groups."""
+
+    def remove_group(self, key: int, /) -> None:
+        """Do nothing."""
+
 
 def available() -> bool:
     """Return whether the extension is installed."""
     return _fast is not None
+
+
+def counter() -> Iterator[int]:
+    """Return a counter from 1."""
+    return itertools.count(1) if _fast is None else _fast.Counter()
 
 
 def state_of(ring: RingWriter, dtype_codes: dict[torch.dtype, int], *, extension: bool) -> RecorderState:
@@ -105,7 +124,8 @@ def state_of(ring: RingWriter, dtype_codes: dict[torch.dtype, int], *, extension
     memory = np.frombuffer(ring.map, np.uint8)
     in_backward = torch._C._current_graph_task_id
     address = memory.ctypes.data + ring.first_byte
-    return _fast.State(memory, address, ring.capacity, ring.identity.rank, dtype_codes, in_backward)
+    steady = processor_counter.steady_here()
+    return _fast.State(memory, address, ring.capacity, ring.identity.rank, dtype_codes, in_backward, steady)
 
 
 def method(state: RecorderState, name: str, original: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 import threading
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +17,11 @@ from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.diagnosis.recording import flight_recorder
 from unickpt.diagnosis.recording.device_events import EventSource
 from unickpt.diagnosis.recording.device_timer import DeviceCall, DeviceTimer
-from unickpt.diagnosis.recording.fast_path import state_of
+from unickpt.diagnosis.recording.fast_path import counter, state_of
 from unickpt.diagnosis.recording.rank_ranges import progressions
 from unickpt.diagnosis.recording.records import DTYPES, END_OFFSET, RECORD, Flag, Op, Phase
 from unickpt.diagnosis.recording.ring import CLOSED, RAISED, RingWriter
 
-_now = time.monotonic_ns
 _in_backward = torch._C._current_graph_task_id  # -1 outside of autograd's own threads and calls
 TICK_S = 0.01
 STANDS_NS = 2_000_000_000  # without a new record: then the progress on the device is read
@@ -60,14 +57,14 @@ class Communicator:
     def __init__(self, number: int, group: Any, ranks: Sequence[int], *, on_device: bool = False, timed: bool = False) -> None:
         self.number, self.group, self.ranks, self.on_device = number, weakref.ref(group), tuple(ranks), on_device
         self.timed = timed
-        self.sequence = itertools.count(1)
+        self.sequence = counter()
         self.given: deque[int] = deque(maxlen=_REMEMBERED)
-        self._pairs: dict[tuple[int, int], itertools.count[int]] = {}
+        self._pairs: dict[tuple[int, int], Iterator[int]] = {}
 
-    def pair(self, source: int, destination: int) -> itertools.count[int]:
+    def pair(self, source: int, destination: int) -> Iterator[int]:
         """Return the counter of point-to-point calls from one global rank to another."""
         found = self._pairs.get((source, destination))
-        return found if found is not None else self._pairs.setdefault((source, destination), itertools.count(1))
+        return found if found is not None else self._pairs.setdefault((source, destination), counter())
 
 
 class CallRecorder:
@@ -118,12 +115,12 @@ class CallRecorder:
             self._of_group[id(group)] = found
             if not found.timed:
                 given = found.given if found.on_device else None
-                self.state.groups[id(group)] = found.number, found.sequence, found.ranks, found.pair, given
+                self.state.add_group(id(group), (found.number, found.sequence, found.ranks, found.pair, given))
         return found
 
     def _forget_group(self, key: int) -> None:
         self._of_group.pop(key, None)
-        self.state.groups.pop(key, None)
+        self.state.remove_group(key)
 
     def _list(self, group: Any, name: str) -> Communicator:
         entry = self._describe(group)
@@ -161,7 +158,7 @@ class CallRecorder:
         if phase <= 1 and _in_backward() != -1:
             phase = 2
         number = state.next()
-        now = _now()
+        now = state.now()
         wait = 0 if flags & _ASYNC or communicator.on_device else now
         if communicator.timed:
             more |= _TIMED_ON_DEVICE
@@ -191,7 +188,7 @@ class CallRecorder:
                 if not self.ring.list_communicator(line):
                     return 0
                 found = self._communicators[key] = Communicator(number, self, ranks)
-        number, now = self.state.next(), _now()
+        number, now = self.state.next(), self.state.now()
         self.ring.put(
             number, now, 0, now, 0, next(found.sequence), 0, 0, found.number, int(Op.NEW_GROUP), 0, 0, self.state.phase, 0, -1,
             0, self.state.step, 0,
@@ -211,7 +208,7 @@ class CallRecorder:
             if self._device is not None:
                 self._device.end(numbers)
             return
-        now = _now()
+        now = self.state.now()
         for number in (numbers,) if type(numbers) is int else numbers:  # type: ignore[union-attr]
             if number > self.state.last - self._capacity:
                 _pack_end(self._map, self._first + (number - 1) % self._capacity * _RECORD_BYTES + END_OFFSET, now)
@@ -251,7 +248,7 @@ class CallRecorder:
             if self._device is not None:
                 self._device.mark_wait(numbers)
             return
-        now = _now()
+        now = self.state.now()
         for number in (numbers,) if isinstance(numbers, int) else numbers:
             if number > self.state.last - self._capacity:
                 self.ring.wait(number, now)
@@ -313,13 +310,13 @@ class CallRecorder:
         if self._device is not None:
             self._device.close()
         self.ring.state(
-            heartbeat_ns=_now(), step=self.state.step, newest=self.state.last, phase=self.state.phase,
+            heartbeat_ns=self.state.now(), step=self.state.step, newest=self.state.last, phase=self.state.phase,
             state=RAISED if raised else CLOSED,
         )  # fmt: skip
 
     def publish(self) -> None:
         """Write heartbeat, step and phase to the ring."""
-        self.ring.state(heartbeat_ns=_now(), step=self.state.step, newest=self.state.last, phase=self.state.phase)
+        self.ring.state(heartbeat_ns=self.state.now(), step=self.state.step, newest=self.state.last, phase=self.state.phase)
 
     def _tick(self) -> None:
         """Thread beside training: write the heartbeat and the ends of calls without a wait."""
@@ -345,7 +342,7 @@ class CallRecorder:
 
         Nothing is recorded unless the progress of all communicators is known: the rank may wait in a call of any of them.
         """
-        now, newest = _now(), self.state.last
+        now, newest = self.state.now(), self.state.last
         if newest != self._quiet[0]:
             self._quiet = newest, now + STANDS_NS
         if now < self._quiet[1] or not newest:
