@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import select
@@ -130,6 +131,7 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+@functools.cache
 def boot_id() -> str:
     """Of this host (``random(4)``); '' if the system does not tell."""
     try:

@@ -38,6 +38,8 @@ from unickpt.diagnosis.host.process_state import CpuWaitSampler, State
 from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.host.tcp_counters import connections_of
 from unickpt.diagnosis.layer_costs.store import default_store
+from unickpt.diagnosis.recording.records import Op, Records
+from unickpt.diagnosis.recording.ring import RingReader
 from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
 from unickpt.diagnosis.reports.verdict_line import parse_line
 from unickpt.diagnosis.reports.verdict_text import VerdictText, render, render_all
@@ -49,8 +51,9 @@ from unickpt.diagnosis.snapshot.tcp_windows import TcpSampler
 
 EVERY_S = 1.0
 PREFIX = "unickpt: "  # of lines for a person
-RECORDS, FEWEST = 16_384, 2048  # newest records of every rank that are read: most, fewest
-_ALL_LOOKS = 10  # every tenth look reads RECORDS: a step may take longer than a look
+RECORDS, FEWEST = 16_384, 512  # newest records of every rank that are read: most, fewest
+_WITHOUT_STEPS = 2048  # fewest, while the length of a step is unknown
+_ALL_LOOKS = 10  # every tenth look reads RECORDS: steps may have become longer
 VERDICTS, STARTED = "verdicts.jsonl", "started"  # beside the rings: verdicts; process number of the newest agent, by host
 _WITHOUT_RANKS_S = 60.0  # wait for the first ring
 _AGAIN_S = 60.0  # a lasting verdict is written again
@@ -148,6 +151,8 @@ class RingLooks:
         self._folder, self._looks = folder, 0
         self._before: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
+        self._step = 0  # records of the longest step that was seen whole
+        self._readers: dict[Path, RingReader] = {}
         self.exits = ExitWatcher()
 
     def read(self) -> HostRings:
@@ -156,8 +161,11 @@ class RingLooks:
         Raises:
             UnickptError, OSError: there is no readable ring.
         """
-        job = read_folder(self._folder, last=RECORDS if self._looks % _ALL_LOOKS == 0 else window(self._before, self._numbers))
+        whole = self._looks % _ALL_LOOKS == 0
+        last = RECORDS if whole else window(self._before, self._numbers, self._step)
+        job = read_folder(self._folder, last=last, readers=self._readers)
         self._looks += 1
+        self._step = max([0 if whole else self._step, *(_longest_step(ring.records) for ring in job.ranks.values())])
         self.exits.watch(
             ring.identity.pid for rank, ring in job.ranks.items() if job.states[rank] not in (State.DEAD, State.UNKNOWN)
         )
@@ -166,15 +174,22 @@ class RingLooks:
         return job
 
 
-def window(before: dict[int, int], now: dict[int, int]) -> int:
-    """Return how many records the next look reads: several times the number that came since the last one.
+def _longest_step(records: Records) -> int:
+    """Return the largest number of records from the end of one step to that of the next; 0 if none is whole."""
+    ends = records["begun"][records["op"] == Op.STEP]
+    return int(np.diff(ends).max(initial=0))
+
+
+def window(before: dict[int, int], now: dict[int, int], step: int) -> int:
+    """Return how many records the next look reads: several times the number that came since the last one, and whole steps.
 
     Args:
         before: number of the newest record of each rank, at the look before the last.
         now: the same at the last look.
+        step: records of the longest step; 0 if unknown.
     """
     new = max((number - before.get(rank, 0) for rank, number in now.items()), default=RECORDS)
-    return min(max(4 * new, FEWEST), RECORDS)
+    return min(max(4 * new, 3 * step, FEWEST if step else _WITHOUT_STEPS), RECORDS)
 
 
 def over(job: HostRings) -> bool:

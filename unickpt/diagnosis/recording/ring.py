@@ -52,7 +52,7 @@ TABLE_BYTES = 256 << 10
 _FIXED = struct.Struct("<8sIIQQIIQqq64s64s40s")  # magic, version, record size, capacity, table, rank, world, pid, clocks, names
 _CHANGING = struct.Struct("<QqqQII")  # bytes of the table, heartbeat, step, newest record, phase, state
 MOST_RECORDS = 1 << 24  # 1.6 GB
-_SLACK = 8192  # records that may have been written since the header was updated
+_AHEAD = 256  # slots in which newer records than the header knows are looked for at a time
 _CHANGING_OFFSET = 512
 _LOOKED_AT = 1 << 16  # slots read at a time, to bound memory
 _KNOWN_OPS = np.isin(np.arange(256), [int(op) for op in Op])
@@ -236,7 +236,8 @@ class RingReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
+            self._file = _file_of(os.fstat(file.fileno()))
+            size = self._file[-1]
             if size < HEADER_BYTES + TABLE_BYTES:
                 raise FormatError(f"{path}: {size} bytes, too short for a ring of records")
             self.map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
@@ -255,30 +256,58 @@ class RingReader:
             raise FormatError(f"{path}: no process has the number {pid} and the clocks {monotonic} and {wall}")
         self.identity = Identity(rank, world, pid, _text(host), _text(job), monotonic, wall, _text(boot))
         self.capacity = capacity
+        self._table: tuple[int, list[dict[str, Any]]] = 0, []  # bytes that were read, and what they list
+
+    def is_current(self) -> bool:
+        """Return whether the file at the path is still the one that is read."""
+        try:
+            return _file_of(os.lstat(self.path)) == self._file
+        except OSError:
+            return False
 
     def read(self, *, last: int | None = None) -> RingContents:
         """Read the contents. ``last`` limits them to that many newest records and makes reading faster."""
         length, heartbeat, step, newest, phase, state = _CHANGING.unpack_from(self.map, _CHANGING_OFFSET)
-        lines = self.map[HEADER_BYTES : HEADER_BYTES + min(length, TABLE_BYTES)].splitlines()
-        communicators = [_line(line) for line in lines]
-        whole = last is None or last + _SLACK >= self.capacity
-        found = self._part(0, self.capacity) if whole else self._around(newest, last or 0)
-        found = found[np.argsort(found["begun"])]
+        if last is None or last >= self.capacity:
+            found = self._part(0, self.capacity)
+            found = found[np.argsort(found["begun"])]
+        else:
+            found = self._around(newest, last)
         if last is not None:
             found = found[len(found) - min(last, len(found)) :]
-        return RingContents(
-            self.identity, communicators, found, step, phase, heartbeat, state in (CLOSED, RAISED), state == RAISED
-        )
+        communicators, closed = self._listed(min(length, TABLE_BYTES)), state in (CLOSED, RAISED)
+        return RingContents(self.identity, communicators, found, step, phase, heartbeat, closed, state == RAISED)
 
     def _around(self, newest: int, last: int) -> Records:
-        """Return the records from ``last`` before ``newest`` to those that may have been written since."""
-        first, end = max(newest - last, 0), max(newest - last, 0) + last + _SLACK
+        """Return the records from ``last`` before ``newest`` to those that were written since, the oldest first."""
+        end = self._head(newest)
+        first = max(newest - last, end - self.capacity, 0)
         slot = first % self.capacity
         length = end - first
         parts = [self._part(slot, min(slot + length, self.capacity))]
         if slot + length > self.capacity:
             parts.append(self._part(0, slot + length - self.capacity))
-        return np.concatenate(parts)
+        found = np.concatenate(parts)
+        around: Records = found[found["begun"] > first]  # without those that a newer one is about to replace
+        return around
+
+    def _listed(self, length: int) -> list[dict[str, Any]]:
+        """Return the communicators in the first ``length`` bytes of the table, which only grows."""
+        if length != self._table[0]:
+            lines = self.map[HEADER_BYTES : HEADER_BYTES + length].splitlines()
+            self._table = length, [_line(line) for line in lines]
+        return self._table[1]
+
+    def _head(self, newest: int) -> int:
+        """Return the number of the newest record. The header has one that was so some milliseconds ago."""
+        written = np.frombuffer(self.map, RECORD, self.capacity, HEADER_BYTES + TABLE_BYTES)["written"]
+        for _ in range(0, self.capacity, _AHEAD):
+            numbers = np.arange(newest + 1, newest + 1 + _AHEAD, dtype=np.uint64)
+            newer = np.flatnonzero(written[(numbers - np.uint64(1)) % np.uint64(self.capacity)] >= numbers)
+            if not len(newer):
+                break
+            newest += int(newer[-1]) + 1
+        return newest
 
     def _part(self, lo: int, hi: int) -> Records:
         """Return the records in slots ``lo`` to ``hi`` without changing and invalid ones."""
@@ -294,6 +323,10 @@ class RingReader:
         sound &= _KNOWN_OPS[found["op"]] & (found["dtype"] <= len(DTYPES))
         part: Records = found[sound]
         return part
+
+
+def _file_of(about: os.stat_result) -> tuple[int, int, int]:
+    return about.st_dev, about.st_ino, about.st_size
 
 
 def _text(field: bytes) -> str:

@@ -62,8 +62,13 @@ def start_of_workers() -> str:
     return os.environ.get(ROUND) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def read_folder(folder: Path, *, last: int | None = None) -> HostRings:
-    """Read all rings in the folder of a job, of each only the ``last`` records if a number is given.
+def read_folder(folder: Path, *, last: int | None = None, readers: dict[Path, RingReader] | None = None) -> HostRings:
+    """Read all rings in the folder of a job.
+
+    Args:
+        folder: the folder.
+        last: how many of the newest records of each; default: all.
+        readers: open readers, which are kept up to date, for a caller that reads again.
 
     Raises:
         NotACheckpointError: there is no ring in the folder.
@@ -77,7 +82,7 @@ def read_folder(folder: Path, *, last: int | None = None) -> HostRings:
     unreadable = []
     for path in paths:
         try:
-            ring = RingReader(path).read(last=last)
+            ring = _reader(path, {} if readers is None else readers).read(last=last)
         except (OSError, FormatError) as err:
             unreadable.append(f"{path}: {err}")
         else:
@@ -93,6 +98,12 @@ def read_folder(folder: Path, *, last: int | None = None) -> HostRings:
     # a note that is older than the ring is of an earlier start
     failures = {rank: one for rank, one in noted.items() if one is not None and one.at_ns >= ranks[rank].identity.wall_ns}
     return HostRings(ranks, states, tuple(unreadable), time.time_ns(), _offsets_ns(ranks), absent, failures)
+
+
+def _reader(path: Path, readers: dict[Path, RingReader]) -> RingReader:
+    known = readers.pop(path, None)
+    readers[path] = found = known if known is not None and known.is_current() else RingReader(path)
+    return found
 
 
 def _of_earlier_start(who: Identity, launches: Sequence[LaunchNote]) -> bool:

@@ -87,6 +87,8 @@ def _bounds(calls: Calls, host: Ints) -> tuple[Ints, Ints, Ints, Ints]:
 
 def on_one_clock(snapshots: Sequence[Snapshot]) -> Snapshot:
     """Merge the snapshots of all hosts on the clock of the first host."""
+    if len(snapshots) == 1:
+        return snapshots[0]
     offsets = clock_offsets(snapshots)
     now = max((snapshot.now_ns + offset.ns for snapshot, offset in zip(snapshots, offsets, strict=True)), default=0)
     return merge_snapshots(snapshots, [offset.ns for offset in offsets], now)

@@ -51,7 +51,8 @@ def rank_progress(rank: int, records: Records, numbers: npt.NDArray[np.int32], *
     if not len(calls):
         return np.zeros(0, PROGRESS)
     keys = np.stack([calls["comm"].astype(np.int64), *ends_of(rank, calls), calls["op"] == Op.RECEIVE])
-    order = np.lexsort((calls["seq"], *keys))
+    pairs = (calls["op"] >= Op.SEND).any()
+    order = np.lexsort((calls["seq"], *(keys if pairs else keys[:1])))
     calls, keys = calls[order], keys[:, order]
     last = np.ones(len(calls), bool)
     last[:-1] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)

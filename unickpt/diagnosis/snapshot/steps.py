@@ -30,7 +30,7 @@ STEP = np.dtype(
         ("calls", "u8"),  # equal for ranks that made the same calls
     ]
 )
-_LONG = [int(Phase.CHECKPOINT), int(Phase.EVALUATION)]
+_LONG = int(Phase.CHECKPOINT), int(Phase.EVALUATION)
 StepRows = npt.NDArray[Any]  # of dtype ``STEP``
 
 
@@ -53,6 +53,8 @@ def steps_of(rank: int, records: Records, *, offset_ns: int = 0) -> StepRows:
     begin, end = marks["call_ns"], marks["end_ns"]
 
     def sums(part: Records, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if not len(part):
+            return np.zeros(len(marks), values.dtype)
         if on_device:
             return _sums(part["step"], values, marks["step"], marks["step"] + np.uint32(1))
         return _sums(part["call_ns"], values, begin, end)
@@ -64,7 +66,7 @@ def steps_of(rank: int, records: Records, *, offset_ns: int = 0) -> StepRows:
     for name, op in (("data_ns", Op.DATA), ("garbage_ns", Op.GARBAGE)):
         part = records[records["op"] == op]
         out[name] = sums(part, part["end_ns"] - part["call_ns"])
-    aside = records[np.isin(records["phase"], _LONG)]
+    aside = records[(records["phase"] == _LONG[0]) | (records["phase"] == _LONG[1])]
     out["long"] = sums(aside, np.ones(len(aside), np.int64)) > 0
     kinds = calls["op"].astype(np.uint64) << np.uint64(56) ^ calls["elements_in"]
     out["calls"] = sums(calls, _mixed(kinds))  # a sum does not depend on the order
@@ -85,6 +87,8 @@ def _with_hidden_waits(calls: Records, begin: Ints, end: Ints) -> Records:
 
     The reducer of ``DistributedDataParallel`` waits inside C++ for the last of its calls, and then the step can go on.
     """
+    if not (calls["flags"] & int(Flag.FROM_NATIVE)).any():
+        return calls
     calls = calls[np.argsort(calls["call_ns"], kind="stable")]
     last = np.searchsorted(calls["call_ns"], end) - 1
     last = np.unique(last[(last >= 0) & (calls["call_ns"][last] >= begin)] if len(calls) else last[:0])
@@ -96,9 +100,11 @@ def _with_hidden_waits(calls: Records, begin: Ints, end: Ints) -> Records:
 
 def _waited(calls: Records, begin: Ints, end: Ints) -> Ints:
     """Return the nanoseconds of each span with a wait in at least one call."""
-    waits = calls[(calls["wait_ns"] > 0) & (calls["end_ns"] > 0)]
-    waits = waits[np.argsort(waits["wait_ns"], kind="stable")]
-    starts, ends = waits["wait_ns"], np.maximum.accumulate(np.append(0, waits["end_ns"]))  # of the first n
+    starts, ends = calls["wait_ns"], calls["end_ns"]
+    over = (starts > 0) & (ends > 0)
+    starts, ends = starts[over], ends[over]
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], np.maximum.accumulate(np.append(0, ends[order]))  # of the first n
     covered = np.append(0, np.cumsum(np.maximum(ends[1:] - np.maximum(starts, ends[:-1]), 0)))
 
     def until(moment: Ints) -> Ints:

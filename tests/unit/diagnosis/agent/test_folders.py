@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from tests.unit.diagnosis.agent.made import hung, ring
+from unickpt.diagnosis.agent.loop import RingLooks
 from unickpt.diagnosis.host import stack_dumps
 from unickpt.diagnosis.host.process_state import State
-from unickpt.diagnosis.recording.ring import SUFFIX, Identity, RingWriter
+from unickpt.diagnosis.recording.records import Op
+from unickpt.diagnosis.recording.ring import SUFFIX, Identity, RingReader, RingWriter
 from unickpt.diagnosis.recording.ring_folder import read_folder, remove_old
 
 
@@ -52,10 +54,47 @@ def test_rings_of_another_host_are_of_unknown_processes(tmp_path: Path) -> None:
 def test_a_look_includes_new_records() -> None:
     from unickpt.diagnosis.agent.loop import FEWEST, RECORDS, window
 
-    assert window({}, {}) == RECORDS
-    assert window({0: 100, 1: 100}, {0: 150, 1: 120}) == FEWEST
-    assert window({0: 1000, 1: 100}, {0: 3000, 1: 120}) == 8000
-    assert window({0: 1000}, {0: 3000, 1: 90_000}) == RECORDS  # a rank that is new
+    assert window({}, {}, 0) == RECORDS
+    assert window({0: 100, 1: 100}, {0: 150, 1: 120}, 20) == FEWEST
+    assert window({0: 100, 1: 100}, {0: 150, 1: 120}, 0) == 2048
+    assert window({0: 100, 1: 100}, {0: 150, 1: 120}, 1000) == 3000
+    assert window({0: 1000, 1: 100}, {0: 3000, 1: 120}, 20) == 8000
+    assert window({0: 1000}, {0: 3000, 1: 90_000}, 20) == RECORDS  # a rank that is new
+
+
+def _write(ring: RingWriter, numbers: range, op: Op = Op.BARRIER) -> None:
+    for number in numbers:
+        ring.put(number, number, 0, number, number, number, 0, 0, 0, int(op), 0, 0, 0, 0, -1, 0, 0, 0)
+
+
+def test_records_that_the_header_does_not_know_yet_are_read(tmp_path: Path) -> None:
+    ring = RingWriter(tmp_path / f"0{SUFFIX}", Identity.here(0, 1, "job"), capacity=1000)
+    _write(ring, range(1, 1501))
+    ring.state(heartbeat_ns=1, step=0, newest=1500, phase=0)
+    _write(ring, range(1501, 2201))  # past the end of the file
+    reader = RingReader(ring.path)
+    assert reader.read(last=10).records["begun"].tolist() == list(range(2191, 2201))
+    assert reader.read(last=900).records["begun"].tolist() == list(range(1301, 2201))
+    ring.state(heartbeat_ns=1, step=0, newest=2200, phase=0)
+    assert reader.read(last=10).records["begun"].tolist() == list(range(2191, 2201))
+    _write(ring, range(2202, 2203))  # 2201 is being written by another thread
+    assert reader.read(last=10).records["begun"].tolist() == [*range(2192, 2201), 2202]
+
+
+def test_looks_keep_a_ring_open_until_it_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / f"0{SUFFIX}"
+    first = RingWriter(path, Identity.here(0, 1, "first"), capacity=1000)
+    _write(first, range(1, 4))
+    looks = RingLooks(tmp_path)
+    assert looks.read().ranks[0].records["begun"].tolist() == [1, 2, 3]
+    first.list_communicator({"name": "all"})
+    _write(first, range(4, 5))
+    assert looks.read().ranks[0].records["begun"].tolist() == [1, 2, 3, 4]
+    assert looks.read().ranks[0].communicators == [{"name": "all"}]
+    second = RingWriter(path, Identity.here(0, 1, "second"), capacity=1000)
+    _write(second, range(1, 2))
+    assert [looks.read().ranks[0].identity.job for _ in range(2)] == ["second"] * 2
+    looks.exits.close()
 
 
 def test_an_agent_ends_for_a_newer_one(tmp_path: Path) -> None:
