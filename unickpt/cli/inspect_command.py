@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from unickpt.base.errors import ConfigError, CorruptCheckpointError
@@ -15,7 +16,7 @@ from unickpt.checkpoint.format.index import Index
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE, Manifest
 from unickpt.checkpoint.load.folders import TagSummary, list_tags
 from unickpt.checkpoint.load.validation import check_files, read_index
-from unickpt.checkpoint.memory.contact import named as generation_named
+from unickpt.checkpoint.memory.host_folder import may_be_in_memory
 from unickpt.checkpoint.storage.base import Storage
 from unickpt.checkpoint.storage.open import open_storage
 from unickpt.cli import inspect_rounded, summary
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.state is not None and args.tensor is None:
         raise ConfigError("--state belongs to --tensor NAME")
     pattern = _pattern(args.grep)
-    in_memory = generation_named(args.directory, args.memory_folder)
+    in_memory = _in_memory(args.directory, args.memory_folder)
     if in_memory is not None:
         return _show_view(args, out, _View.read(in_memory), pattern, tags=None)
     rounded = inspect_rounded.model_at(args.directory)
@@ -73,6 +74,14 @@ def _show_view(
     else:
         _show(out, view, pattern, show_all=args.all, show_objects=args.objects)
     return DAMAGED if view.problem else SOUND
+
+
+def _in_memory(name: str, parent: Path) -> Storage | None:
+    if not may_be_in_memory(name):
+        return None
+    from unickpt.checkpoint.memory.contact import named  # needs torch
+
+    return named(name, parent)
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:

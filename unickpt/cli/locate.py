@@ -85,11 +85,15 @@ def foreign_beside(directory: str) -> dict[str, str]:
 
     DeepSpeed writes its own checkpoint where unickpt cannot describe the state of a job.
     """
-    from unickpt.transform.convert.detect import kind_of
-
-    if is_url(directory):
+    if is_url(directory) or is_checkpoint(directory):
         return {}
-    kinds = {name: kind_of(Path(directory, name)) for name in open_storage(directory).folders()}
+    place = open_storage(directory)
+    others = [name for name in place.folders() if not is_checkpoint(place.where(name))]
+    if not others:
+        return {}
+    from unickpt.transform.convert.detect import kind_of  # needs torch
+
+    kinds = {name: kind_of(Path(directory, name)) for name in others}
     return {name: kind for name, kind in kinds.items() if kind not in ("", TRANSFORMERS)}
 
 

@@ -21,13 +21,14 @@ def test_as_a_process(ranks: Path) -> None:
     assert found.stderr == ""
 
 
-def test_looking_at_a_checkpoint_imports_no_framework(checkpoint: Path) -> None:
+@pytest.mark.parametrize("command", ["inspect", "verify", "latest"])
+def test_looking_at_a_checkpoint_imports_neither_torch_nor_a_framework(checkpoint: Path, command: str) -> None:
     program = (
         "import sys\n"
         "from unickpt.cli.main import main\n"
-        "assert 'torch' not in sys.modules, 'the entry point itself is light'\n"
-        f"assert main(['inspect', {str(checkpoint)!r}]) == 0 == main(['verify', {str(checkpoint)!r}])\n"
-        "print([name for name in ('deepspeed', 'megatron', 'ds_unickpt', 'megatron_unickpt') if name in sys.modules])\n"
+        f"assert main([{command!r}, {str(checkpoint)!r}]) == 0 == main([{command!r}, {str(checkpoint.parent)!r}])\n"
+        "heavy = ('torch', 'deepspeed', 'megatron', 'ds_unickpt', 'megatron_unickpt', 'torch_unickpt')\n"
+        "print([name for name in heavy if name in sys.modules])\n"
     )
     assert python("-c", program).stdout.splitlines()[-1] == "[]"
 

@@ -220,8 +220,8 @@ def test_both_spellings_of_a_record_are_the_same() -> None:
 
 
 def test_types_are_those_of_the_format() -> None:
-    assert list(DTYPES) == dtypes.names()
-    assert ITEMSIZES[1:].tolist() == [dtypes.itemsize_bytes(name) for name in DTYPES]
+    assert list(DTYPES) == list(dtypes._TORCH_BY_NAME)
+    assert ITEMSIZES[1:].tolist() == [dtypes.torch_dtype(name).itemsize for name in DTYPES]
 
 
 def test_reading_rings_does_not_import_torch() -> None:

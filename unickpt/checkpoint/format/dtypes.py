@@ -1,8 +1,4 @@
-"""Dtypes of the format: names, sizes and torch counterparts.
-
-The names are those of the safetensors specification. The index, the headers of data files and the command line
-all use them.
-"""
+"""torch counterparts of the dtypes of the format (``dtype_names``)."""
 
 from __future__ import annotations
 
@@ -29,7 +25,6 @@ _TORCH_BY_NAME: dict[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 _NAME_BY_TORCH = {dtype: name for name, dtype in _TORCH_BY_NAME.items()}
-_ITEMSIZE = {name: dtype.itemsize for name, dtype in _TORCH_BY_NAME.items()}
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -40,25 +35,12 @@ def name_of(dtype: torch.dtype) -> str:
         raise FormatError(f"dtype {dtype} cannot be stored; known: {sorted(_TORCH_BY_NAME)}") from None
 
 
-def names() -> list[str]:
-    """Return all dtype names in a fixed order."""
-    return list(_TORCH_BY_NAME)
-
-
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a format name. Raises FormatError for an unknown name."""
     try:
         return _TORCH_BY_NAME[name]
     except (KeyError, TypeError):
         raise FormatError(f"unknown dtype {name!r}; known: {sorted(_TORCH_BY_NAME)}") from None
-
-
-def itemsize_bytes(name: str) -> int:
-    """Return the size of one element of a dtype, in bytes."""
-    try:
-        return _ITEMSIZE[name]
-    except (KeyError, TypeError):
-        return torch_dtype(name).itemsize  # raises
 
 
 def byte_view(dense: torch.Tensor) -> torch.Tensor:

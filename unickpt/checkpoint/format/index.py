@@ -21,7 +21,7 @@ from unickpt.base.arrays import Ints
 from unickpt.base.errors import CoverageError, FormatError
 from unickpt.checkpoint.format.boxes import Box, find_overlap
 from unickpt.checkpoint.format.checksums import BLOCK_BYTES
-from unickpt.checkpoint.format.dtypes import itemsize_bytes
+from unickpt.checkpoint.format.dtype_names import itemsize_bytes
 from unickpt.checkpoint.format.linear_order import BLOCK_ROWS, Column, LinearOrder, blocks, ranges, volumes
 from unickpt.checkpoint.format.tensor_info import KINDS as KINDS
 from unickpt.checkpoint.format.tensor_info import MAX_NDIM as MAX_NDIM

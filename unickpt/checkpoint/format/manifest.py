@@ -15,7 +15,7 @@ from typing import Any
 
 from unickpt.base.errors import FormatError, NewerFormatError, UnsafePathError
 from unickpt.checkpoint.format.checksums import PREFIX, digest
-from unickpt.checkpoint.format.dtypes import torch_dtype
+from unickpt.checkpoint.format.dtype_names import itemsize_bytes
 from unickpt.checkpoint.format.file_names import MANIFEST_FILE as MANIFEST_FILE
 from unickpt.checkpoint.format.json_text import parse_json
 from unickpt.checkpoint.format.safetensors_header import MAX_HEADER_BYTES
@@ -367,7 +367,7 @@ class _ManifestParser:
         if not known or any(type(extent) is not int or extent != 1 for extent in value[1]):
             raise FormatError(f"{self._where}: {str(value)[:80]} does not describe a tensor of one element")
         dtype, shape, device = value
-        torch_dtype(dtype)
+        itemsize_bytes(dtype)
         if not isinstance(device, str):
             raise FormatError(f"{self._where}: {str(value)[:80]} does not describe a tensor of one element")
         return dtype, tuple(shape), device

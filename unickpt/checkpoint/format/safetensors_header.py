@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unickpt.base.errors import FormatError
-from unickpt.checkpoint.format.dtypes import itemsize_bytes
+from unickpt.checkpoint.format.dtype_names import itemsize_bytes
 from unickpt.checkpoint.format.json_text import parse_json
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors reference reader

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unickpt.base.errors import FormatError
-from unickpt.checkpoint.format.dtypes import itemsize_bytes
+from unickpt.checkpoint.format.dtype_names import itemsize_bytes
 from unickpt.checkpoint.format.json_text import MAX_VALUES
 from unickpt.checkpoint.format.tensor_info import KINDS, MAX_NDIM, TensorInfo
 

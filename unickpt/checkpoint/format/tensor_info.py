@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from unickpt.checkpoint.format.dtypes import itemsize_bytes
+from unickpt.checkpoint.format.dtype_names import itemsize_bytes
 
 MAX_NDIM = 32
 KINDS = ("parameter", "buffer", "optimizer", "object")

@@ -32,7 +32,7 @@ from unickpt.checkpoint.load.fragments import Request, files_of
 from unickpt.checkpoint.load.needed_blocks import BlockTables
 from unickpt.checkpoint.load.read_plan import ReadPlan, Target, plan_reads
 from unickpt.checkpoint.load.reader import ReadStats, are_cached, execute
-from unickpt.checkpoint.load.validation import check_files, check_header, read_index
+from unickpt.checkpoint.load.validation import check_header, checked_index
 from unickpt.checkpoint.storage.base import Storage
 from unickpt.checkpoint.storage.open import open_storage
 
@@ -103,8 +103,7 @@ class Checkpoint:
         Raises:
             FormatError, CorruptCheckpointError, StorageError: as for ``open``.
         """
-        check_files(storage, manifest)
-        index = read_index(storage, manifest)
+        index = checked_index(storage, manifest)
         return cls(storage, manifest, index, index.ids())
 
     @cached_property

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from unickpt.base.errors import NotACheckpointError, StorageError, UnickptError
 from unickpt.checkpoint.checkpoint_folder import complete_checkpoints, read_manifest
 from unickpt.checkpoint.format.layout import DATA_FOLDER, ROWS_FOLDER
-from unickpt.checkpoint.load.checkpoint import Checkpoint
-from unickpt.checkpoint.load.validation import is_checkpoint
+from unickpt.checkpoint.format.manifest import Manifest
+from unickpt.checkpoint.load.validation import checked_index, is_checkpoint
 from unickpt.checkpoint.storage.base import Storage
 from unickpt.checkpoint.storage.open import open_storage
 
@@ -88,8 +88,8 @@ def newest(directory: str) -> NewestCheckpoint | None:
     """
     place = open_storage(directory)
     if is_checkpoint(directory):
-        found = _opened(directory)
-        return None if found is None else NewestCheckpoint(place.where(), place.where(), found.manifest.step)
+        found = _complete(place)
+        return None if found is None else NewestCheckpoint(place.where(), place.where(), found.step)
     runs = trainer_folders(place)
     trainer = _has_trainer_state(place, runs)
     candidates = [(step, name, name) for step, name in complete_checkpoints(directory)]
@@ -97,7 +97,7 @@ def newest(directory: str) -> NewestCheckpoint | None:
         if not _torn(place.subfolder(name), trainer=trainer):
             candidates += [(step, name, f"{name}/{inner}") for step, inner in complete_checkpoints(place.where(name))]
     for step, path, checkpoint in sorted(candidates, reverse=True):
-        if _opened(place.where(checkpoint)) is not None:
+        if _complete(open_storage(place.where(checkpoint))) is not None:
             return NewestCheckpoint(place.where(path), place.where(checkpoint), step)
     return None
 
@@ -150,7 +150,7 @@ def _tag(name: str, storage: Storage) -> TagSummary:
     try:
         manifest = read_manifest(storage)
         step = manifest.step
-        Checkpoint.of(storage, manifest)
+        checked_index(storage, manifest)
     except NotACheckpointError:
         return TagSummary(name, None, False, "the save did not finish")
     except UnickptError as err:
@@ -158,10 +158,12 @@ def _tag(name: str, storage: Storage) -> TagSummary:
     return TagSummary(name, step, True, "")
 
 
-def _opened(directory: str) -> Checkpoint | None:
-    """Open a checkpoint; None if it is damaged. An unavailable storage is an error: it says nothing about the checkpoint."""
+def _complete(storage: Storage) -> Manifest | None:
+    """Return the manifest; None if the checkpoint is damaged. An unavailable storage is an error: it says nothing about it."""
     try:
-        return Checkpoint.open(directory)
+        manifest = read_manifest(storage)
+        checked_index(storage, manifest)
+        return manifest
     except StorageError:
         raise
     except UnickptError:

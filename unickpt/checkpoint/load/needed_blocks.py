@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from unickpt.checkpoint.format.block_table import BlockTable
 from unickpt.checkpoint.format.boxes import flat_range, stretches
 from unickpt.checkpoint.format.checksums import block_count, block_range
-from unickpt.checkpoint.format.dtypes import itemsize_bytes
+from unickpt.checkpoint.format.dtype_names import itemsize_bytes
 from unickpt.checkpoint.format.manifest import Manifest
 from unickpt.checkpoint.load.fragments import Fragment, Use
 from unickpt.checkpoint.storage.base import Reader, may_be_cached

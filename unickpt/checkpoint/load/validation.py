@@ -56,6 +56,18 @@ def check_files(storage: Storage, manifest: Manifest) -> None:
         raise CorruptCheckpointError(f"{storage}: {some(problems, separator='; ')}")
 
 
+def checked_index(storage: Storage, manifest: Manifest) -> Index:
+    """Check everything of a checkpoint except the data, and return its index. No data file is read.
+
+    Raises:
+        FormatError: the manifest or the index is malformed.
+        CorruptCheckpointError: a file is missing or has the wrong size, or the index fails its checksum.
+        StorageError: the storage cannot be read.
+    """
+    check_files(storage, manifest)
+    return read_index(storage, manifest)
+
+
 def read_index(storage: Storage, manifest: Manifest) -> Index:
     """Read and validate the index of a checkpoint.
 

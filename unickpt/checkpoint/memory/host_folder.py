@@ -31,6 +31,11 @@ _SPARE = "spare"
 _FOLDERS = ("", DATA_FOLDER, ROWS_FOLDER)
 
 
+def may_be_in_memory(name: str) -> bool:
+    """Whether a name given by a person may mean a generation, ``memory://TOKEN/gNUMBER`` or its folder."""
+    return name.startswith("memory://") or folder_name("") in name
+
+
 def read_token(save_dir: str) -> str:
     """Return the token of a save directory; '' if it has none.
 

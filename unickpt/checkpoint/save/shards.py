@@ -12,7 +12,8 @@ from unickpt.base.logs import logger
 from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.boxes import Box, cut, split_flat_range
 from unickpt.checkpoint.format.casts import cast_flags
-from unickpt.checkpoint.format.dtypes import itemsize_bytes, name_of
+from unickpt.checkpoint.format.dtype_names import itemsize_bytes
+from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.layout import SHARED_PREFIX, SHARED_TENSORS_PREFIX
 from unickpt.checkpoint.format.manifest import OptimizerRecord, Writer

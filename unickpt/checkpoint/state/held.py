@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from unickpt.checkpoint.format.boxes import Box, split_flat_range
-from unickpt.checkpoint.format.dtypes import itemsize_bytes
+from unickpt.checkpoint.format.dtype_names import itemsize_bytes
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.save.shards import Shard
 

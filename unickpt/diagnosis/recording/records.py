@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.checkpoint.format.dtype_names import itemsize_bytes, names
+
 Records = npt.NDArray[Any]  # of dtype ``RECORD``
 
 
@@ -106,13 +108,8 @@ END_OFFSET = RECORD.fields["end_ns"][1]  # type: ignore[index]
 WAIT_OFFSET = RECORD.fields["wait_ns"][1]  # type: ignore[index]
 FLAGS_OFFSET = RECORD.fields["flags"][1]  # type: ignore[index]
 
-# As in ``unickpt.checkpoint.format.dtypes``, which needs torch. Readers of records do not load torch.
-_SIZES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8,
-    "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8,
-}  # fmt: skip
-DTYPES = tuple(_SIZES)
-ITEMSIZES = np.array([0, *_SIZES.values()], np.int64)
+DTYPES = tuple(names())
+ITEMSIZES = np.array([0, *map(itemsize_bytes, DTYPES)], np.int64)
 
 
 def begins_ns(records: Records) -> npt.NDArray[np.int64]:

@@ -20,7 +20,7 @@ import torch
 from unickpt.base.errors import FormatError, MismatchError
 from unickpt.checkpoint.format.boxes import Box, cut
 from unickpt.checkpoint.format.casts import is_cast_of
-from unickpt.checkpoint.format.dtypes import itemsize_bytes
+from unickpt.checkpoint.format.dtype_names import itemsize_bytes
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.layout import ROWS_FOLDER, RankFiles
 from unickpt.checkpoint.format.manifest import FORMAT_VERSION, FileRecord, JSONValue, OptimizerRecord, Writer

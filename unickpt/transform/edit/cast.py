@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from unickpt.base.errors import LanguageError, MismatchError
-from unickpt.checkpoint.format import dtypes
+from unickpt.checkpoint.format import dtype_names, dtypes
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.transform.convert.readings import Reading
 from unickpt.transform.edit.patterns import Selection
 from unickpt.transform.edit.table import Table, count_of
 
-_BY_NAME = {str(dtypes.torch_dtype(name)).removeprefix("torch."): name for name in dtypes.names()}
+_BY_NAME = {str(dtypes.torch_dtype(name)).removeprefix("torch."): name for name in dtype_names.names()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Cast:
     def parse(cls, text: str) -> Cast:
         """Parse ``PATTERN=DTYPE``. Raises LanguageError."""
         pattern, equals, name = text.rpartition("=")
-        dtype = name.strip().upper() if name.strip().upper() in dtypes.names() else _BY_NAME.get(name.strip().lower(), "")
+        dtype = name.strip().upper() if name.strip().upper() in dtype_names.names() else _BY_NAME.get(name.strip().lower(), "")
         floats = [each for each, of in _BY_NAME.items() if is_float(of)]
         if not equals or not dtype or not is_float(dtype):
             raise LanguageError(f"{text!r}: expected PATTERN=DTYPE, where DTYPE is one of {', '.join(floats)}")

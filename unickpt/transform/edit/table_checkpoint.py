@@ -9,7 +9,7 @@ import numpy as np
 
 from unickpt.checkpoint.coordination.host_peers import HostPeers
 from unickpt.checkpoint.format.boxes import Box
-from unickpt.checkpoint.format.dtypes import itemsize_bytes
+from unickpt.checkpoint.format.dtype_names import itemsize_bytes
 from unickpt.checkpoint.format.manifest import Manifest
 from unickpt.checkpoint.load.checkpoint import Checkpoint, Planned
 from unickpt.checkpoint.load.fragments import Request

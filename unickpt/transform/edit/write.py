@@ -12,7 +12,7 @@ import torch
 from unickpt import __version__
 from unickpt.base.errors import MismatchError
 from unickpt.checkpoint.format.boxes import Box, cut
-from unickpt.checkpoint.format.dtypes import itemsize_bytes
+from unickpt.checkpoint.format.dtype_names import itemsize_bytes
 from unickpt.transform.convert.huggingface.model_files import ModelFiles
 from unickpt.transform.convert.pipeline import Portion, Source, SourcePart
 from unickpt.transform.edit.table import Step, Table, TableEntry

@@ -145,7 +145,7 @@ def test_the_document_names_every_dtype_with_its_size() -> None:
             found = re.findall(r"`([^`]+)`", names)
             numbers = [int(word) for word in bytes_each.split()]
             sizes |= dict(zip(found, numbers if len(numbers) > 1 else numbers * len(found), strict=True))
-    assert sizes == {name: dtypes.itemsize_bytes(name) for name in dtypes._TORCH_BY_NAME}
+    assert sizes == {name: dtype.itemsize for name, dtype in dtypes._TORCH_BY_NAME.items()}
 
 
 def test_the_document_names_every_tag_of_the_object_codec() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +13,11 @@ from unickpt.base.errors import FormatError, NotACheckpointError
 from unickpt.checkpoint.format.boxes import strides_of
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import Writer
-from unickpt.checkpoint.format.safetensors_header import Header, header_bytes_of, parse_header
-from unickpt.transform.convert.huggingface.files import INDEX, configuration
+from unickpt.transform.convert.huggingface.files import INDEX, configuration, header_of
 from unickpt.transform.convert.huggingface.model_files import files_of
 from unickpt.transform.convert.limits import bounded
 from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
-from unickpt.transform.convert.pickles.regular_files import open_regular, read_json
+from unickpt.transform.convert.pickles.regular_files import read_json
 from unickpt.transform.convert.pipeline import Portion, Source, SourcePart
 from unickpt.transform.dialects.model_facts import Model
 from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE
@@ -91,17 +89,3 @@ def _check_whole(folder: Path, paths: Sequence[Path]) -> None:
     if missing or more:
         reason = f"{missing[0]} is missing" if missing else f"{more[0]} is not listed in {INDEX}"
         raise FormatError(f"{folder}: {reason}: the model is incomplete")
-
-
-def header_of(path: Path) -> Header:
-    """Return the header of a safetensors file.
-
-    Raises:
-        FormatError: the file has none, or is not a regular file.
-        OSError: the file cannot be read.
-    """
-    with os.fdopen(open_regular(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        prefix = file.read(8)
-        length = header_bytes_of(prefix, file_bytes=size, where=str(path))
-        return parse_header(prefix + file.read(length - 8), file_bytes=size, where=str(path))

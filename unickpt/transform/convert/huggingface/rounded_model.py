@@ -10,8 +10,7 @@ from pathlib import Path
 
 from unickpt.base.errors import FormatError
 from unickpt.checkpoint.format.safetensors_header import TensorSlot
-from unickpt.transform.convert.huggingface.files import configuration
-from unickpt.transform.convert.huggingface.reader import header_of
+from unickpt.transform.convert.huggingface.files import configuration, header_of
 from unickpt.transform.convert.pickles.regular_files import open_regular
 from unickpt.transform.quantise.recipe import METHOD
 from unickpt.transform.quantise.scheme import WORD_BITS, Scheme

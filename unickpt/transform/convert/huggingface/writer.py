@@ -14,7 +14,8 @@ import torch
 
 from unickpt.base.errors import MismatchError
 from unickpt.checkpoint.format.boxes import Box
-from unickpt.checkpoint.format.dtypes import itemsize_bytes, torch_dtype
+from unickpt.checkpoint.format.dtype_names import itemsize_bytes
+from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.safetensors_header import build_header
 from unickpt.checkpoint.load.checked_read import bytes_of

@@ -14,7 +14,8 @@ import torch
 
 from unickpt.base.errors import FormatError
 from unickpt.checkpoint.format.boxes import Box, strides_of
-from unickpt.checkpoint.format.dtypes import itemsize_bytes, torch_dtype
+from unickpt.checkpoint.format.dtype_names import itemsize_bytes
+from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.load.checked_read import bytes_of
 from unickpt.transform.convert.pickles.regular_files import open_regular
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from unickpt.base.errors import FormatError
-from unickpt.checkpoint.format.dtypes import itemsize_bytes
+from unickpt.checkpoint.format.dtype_names import itemsize_bytes
 from unickpt.transform.convert.pickles.lazy_tensor import Located
 from unickpt.transform.convert.pickles.pickle_records import Name, Record
 

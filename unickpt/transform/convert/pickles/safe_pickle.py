@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from unickpt.base.errors import FormatError
-from unickpt.checkpoint.format.dtypes import itemsize_bytes, name_of, names, torch_dtype
+from unickpt.checkpoint.format.dtype_names import itemsize_bytes, names
+from unickpt.checkpoint.format.dtypes import name_of, torch_dtype
 from unickpt.checkpoint.format.tensor_table import collector_paused
 from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
 from unickpt.transform.convert.pickles.nesting_limits import check_unfolding

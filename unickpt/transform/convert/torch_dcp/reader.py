@@ -18,7 +18,7 @@ import torch
 from unickpt import __version__
 from unickpt.base.errors import FormatError
 from unickpt.base.listing import some
-from unickpt.checkpoint.format.dtypes import itemsize_bytes
+from unickpt.checkpoint.format.dtype_names import itemsize_bytes
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord, Writer
 from unickpt.checkpoint.state.optimizer_record import grouped
