@@ -13,6 +13,7 @@ from tests.unit.diagnosis.agent.made import S, call, ring
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.verdicts import EndedEarly, OneCallMore, Syndrome, Verdict
 from unickpt.diagnosis.host.process_exits import ExitStatus
+from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.rank_ranges import progressions
 from unickpt.diagnosis.recording.records import Op, Phase
 from unickpt.diagnosis.recording.ring_folder import read_folder
@@ -45,6 +46,22 @@ def test_the_smaller_side_is_at_fault(
     (found,) = verdicts(tmp_path, waiting, ended)
     assert (found.syndrome, found.ranks, found.victims) == (Syndrome.MISMATCH, at_fault, len(waiting))
     assert isinstance(found.next, next_step)
+
+
+def test_the_end_of_a_rank_whose_call_failed_because_the_others_had_ended_is_no_second_verdict(tmp_path: Path) -> None:
+    """As after a barrier of rank 0 alone, when the connections of the others close."""
+    now = time.monotonic_ns()
+    for rank in range(4):
+        made = ring(tmp_path, rank)
+        call(made, 1, now - 13 * S, now - 12 * S)
+        if rank == 0:
+            call(made, 2, now - 3 * S, 0)
+        made.state(heartbeat_ns=now, step=20, newest=2, phase=int(Phase.BACKWARD))
+    seen = take_snapshot(read_folder(tmp_path))
+    ranks = {rank: replace(one, closed=True, exit=ExitStatus(), state=State.DEAD) for rank, one in seen.ranks.items()}
+    ranks[0] = replace(ranks[0], exit=ExitStatus(0, 1), failed=True, raised=True)
+    found = examine(replace(seen, ranks=ranks))
+    assert ([each.ranks for each in found.verdicts], found.end) == ([(0,)], [])
 
 
 def test_of_several_calls_that_wait_for_one_rank_that_with_most_waiters_is_named(tmp_path: Path) -> None:

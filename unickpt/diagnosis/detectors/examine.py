@@ -21,6 +21,7 @@ from unickpt.diagnosis.detectors.places import SLOW, gone_on, hosts_of, waiting_
 from unickpt.diagnosis.detectors.slowness import slowness
 from unickpt.diagnosis.detectors.tcp_links import LinkHistory, Links, links_of, stuck_links
 from unickpt.diagnosis.detectors.verdicts import (
+    CallAlone,
     CallVariant,
     Cause,
     DownMember,
@@ -89,7 +90,12 @@ def examine(
     links = links_of(snapshot.windows)
     slow = slowness(snapshot, links, usual)  # in a hanging job, too: the history of the links goes on
     verdicts = _hangs(snapshot, links, limit_s, patient=after_s is None) or slow
-    end = [_complete(verdict, snapshot, reach) for verdict in failed_job(snapshot, ends=ends)]
+    explained = any(isinstance(item, CallAlone) for verdict in verdicts for item in verdict.evidence)
+    end = [
+        _complete(verdict, snapshot, reach)
+        for verdict in failed_job(snapshot, ends=ends)
+        if verdict.ranks or not explained  # that a call for ended ranks fails is no news
+    ]
     return Examination([_complete(verdict, snapshot, reach) for verdict in verdicts], limit_s, end)
 
 
