@@ -50,11 +50,12 @@ def on_last_exception(note: Callable[[Failed, TracebackType | None], None]) -> C
 
     What the process does at its end, with its destructors, may take long.
     """
-    before = sys.excepthook
+    before, own = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with contextlib.suppress(Exception):
-            note(failed(error, trace, bool(_stepped)), trace)
+            if os.getpid() == own:  # a fork is no rank
+                note(failed(error, trace, bool(_stepped)), trace)
         before(kind, error, trace)
 
     def remove() -> None:

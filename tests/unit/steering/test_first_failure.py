@@ -91,3 +91,24 @@ def test_torchs_own_types_name_others() -> None:
     for kind in (torch.distributed.DistBackendError, torch.distributed.DistNetworkError, torch.distributed.DistStoreError):
         assert failed(kind("lost"), None, False).excused
     assert failed(ConnectionResetError(), None, False).excused
+
+
+FORKED = """
+import os, sys
+from unickpt.base.first_failure import on_last_exception
+remove = on_last_exception(lambda failure, trace: print(failure.error, trace is not None, flush=True))
+if os.fork():
+    os.wait()
+    if sys.argv[1] == "removed": remove()
+    raise KeyError("of the rank")
+raise ValueError("of a fork")
+"""
+
+
+@pytest.mark.parametrize(("how", "said"), [("kept", "KeyError True\n"), ("removed", "")])
+def test_the_last_exception_of_a_process_is_noted_and_not_that_of_a_fork(how: str, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, how], env=environment(REPO), capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.returncode) == (said, 1)
+    assert "KeyError: 'of the rank'" in done.stderr
