@@ -24,7 +24,7 @@ from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveReque
 from unickpt.checkpoint.storage.base import absolute
 
 _MEMORY, _DISK, _NOWHERE = "memory", "disk", ""  # where a checkpoint goes
-_FIRST_TOLD, _TOLD_S = 5, 10.0  # the log has a line for these saves, and then one in so many seconds
+_FIRST_LINES, _LINE_S = 5, 10.0  # the log has a line for these saves, and then one in so many seconds
 
 
 @dataclass
@@ -35,16 +35,16 @@ class _Folder:
         hosts, saver: None if there is no tier.
         since_disk: saves since the last one on disk.
         failing: the last save into memory has failed, and a warning has said so.
-        told: lines of the log on saves that have succeeded.
-        told_s: when the last one was written, on the monotonic clock.
+        lines: of the log at info level on saves that have succeeded.
+        last_line_s: when the last one was written, on the monotonic clock.
     """
 
     hosts: JobHosts | None
     saver: MemorySaver | None = None
     since_disk: int = 0
     failing: bool = False
-    told: int = 0
-    told_s: float = 0.0
+    lines: int = 0
+    last_line_s: float = 0.0
 
 
 @dataclass
@@ -295,10 +295,11 @@ def _tell(save: PendingSave, known: _Folder) -> None:
     if save.result is not None and save.result.committed:
         known.failing = False
         now_s = time.monotonic()
-        rare = known.told < _FIRST_TOLD or now_s - known.told_s >= _TOLD_S  # not a line for each step
-        known.told, known.told_s = known.told + rare, now_s if rare else known.told_s
+        writes_line = known.lines < _FIRST_LINES or now_s - known.last_line_s >= _LINE_S  # not a line for each step
+        if writes_line:
+            known.lines, known.last_line_s = known.lines + 1, now_s
         logger.log(
-            logging.INFO if rare else logging.DEBUG,
+            logging.INFO if writes_line else logging.DEBUG,
             "unickpt: saved in memory, %s: %s bytes in %.2f s; training paused for %.2f s",
             save.directory, f"{save.result.size_bytes:,}", save.result.seconds, save.result.stall_s,
         )  # fmt: skip
