@@ -15,6 +15,7 @@ from ds_unickpt.compressing.automatic import Automatic
 from ds_unickpt.compressing.compression import CompressedEngine
 from ds_unickpt.framework import internals
 from ds_unickpt.held_state.beginning import Beginning
+from ds_unickpt.held_state.kept_description import KnownState
 from unickpt.base.logs import logger
 from unickpt.base.options.job import Options
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
@@ -57,6 +58,7 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         unsupported: why unickpt cannot save this job; '' if it can, or before the first save.
         warned: warnings that ``warn_once`` has logged.
         memory: checkpoints in the memory of the hosts.
+        known: what the saves of this engine keep for each other.
         trainer: the call of Trainer that is being made, if it decides by itself where the checkpoint goes.
         choosing: choice of a compression by the job itself; None if the options name it.
         owners, owner: models of this process, and the model of this engine among them.
@@ -75,6 +77,7 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.last_report: LoadReport | None = None
         self.saver = Saver(save_options(options, asynchronous=options.async_save))
         self.memory = tier_of(options)
+        self.known = KnownState()
         self.trainer: TrainerSave | None = None
         self.choosing, self._compressed = choosing, compressed
         self.beginning = Beginning()

@@ -51,12 +51,13 @@ def main() -> int:
         whole.wrong += found.wrong
         whole.committed += found.committed
         whole.refused += found.refused
+        whole.reused += found.reused
         by += found.by
         print(f"{(number + 1) * _PIECE} trials, {len(whole.wrong)} wrong, {time.monotonic() - begin:.0f} s", flush=True)
     print(*whole.wrong, sep="\n")
     lines = [
         f"{whole.committed + whole.refused:,} saves: {whole.committed:,} committed, {whole.refused:,} given up, "
-        f"**{len(whole.wrong)} wrong**.",
+        f"**{len(whole.wrong)} wrong**. {whole.reused:,} used what an earlier save had described.",
         "",
         "| a writer between two steps | saves given up | saves that had been copied before |",
         "|---|---|---|",

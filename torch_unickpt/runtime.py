@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
+    from torch_unickpt.held_state.known_training import KnownTraining
     from unickpt.base.options.job import MemoryOptions
     from unickpt.checkpoint.coordination.owners import Owner, Owners
     from unickpt.checkpoint.memory.tier import MemoryTier
@@ -29,6 +30,7 @@ class Runtime:
         self.saving = threading.Lock()
         self._savers: dict[tuple[str, SaveOptions], Saver] = {}
         self._owner_of: WeakKeyDictionary[Any, Owner] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Any, KnownTraining] = WeakKeyDictionary()
         self._memory: MemoryTier | None = None
 
     def saver(self, options: SaveOptions, purpose: str = "training") -> Saver:
@@ -63,6 +65,14 @@ class Runtime:
         if model not in self._owner_of:
             self._owner_of[model] = self.owners.add(type(model).__name__)
         return self._owner_of[model]
+
+    def known(self, model: Any) -> KnownTraining:
+        """Return what the saves of a model keep for each other."""
+        from torch_unickpt.held_state.known_training import KnownTraining
+
+        if model not in self._known:
+            self._known[model] = KnownTraining()
+        return self._known[model]
 
     def is_news(self, line: str) -> bool:
         """Return whether a line was not logged before, and note it."""

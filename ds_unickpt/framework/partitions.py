@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed import comm as dist
@@ -99,8 +99,42 @@ class Partition:
         return tuple(self.elements.shape) if whole is None else (sum(piece.hi for piece in whole),)
 
 
-def partitions(engine: Any, placed: Placement) -> list[Partition]:
+T = TypeVar("T")
+
+
+class KnownRanges:
+    """Parameter ranges that were read before. They are the same objects as long as the parameters and sizes are the same.
+
+    It holds the parameters, which the optimizer holds as well. So it lives and dies with the engine.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[tuple[Any, ...], Any]] = {}
+        self._checked: dict[int, tuple[Any, ...]] = {}
+
+    def of(self, group: int, parameters: Sequence[torch.nn.Parameter], sizes: tuple[Any, ...], made: Callable[[], T]) -> T:
+        """Return ``made()`` of the parameters of a group. ``sizes``: what it depends on beside these."""
+        read = (list(map(id, parameters)), sizes)
+        if group not in self._known or self._known[group][0] != read:
+            self._known[group] = (read, (made(), tuple(parameters)))  # an id may become that of another object
+            self._checked = {}
+        found: T = self._known[group][1][0]
+        return found
+
+    def check(self, partition: Partition) -> None:
+        """Raises UnsupportedLayoutError if the ranges of a partition do not fit its tensors. They are checked once."""
+        size, weight = partition.elements.numel(), partition.weight
+        read = (size, None if weight is None else weight.numel())
+        if partition.whole or self._checked.get(id(partition.pieces), ())[1:] != read:
+            _check(partition)
+            self._checked[id(partition.pieces)] = (partition.pieces, *read)
+
+
+def partitions(engine: Any, placed: Placement, known: KnownRanges | None = None) -> list[Partition]:
     """Return what the optimizer holds on this rank. Calls no collective.
+
+    Args:
+        known: of earlier reads.
 
     Raises:
         UnsupportedLayoutError: the layout of the buffers is unknown.
@@ -108,17 +142,18 @@ def partitions(engine: Any, placed: Placement) -> list[Partition]:
     kind = wrapper_of(engine)
     if kind == "none":
         return []
+    known = KnownRanges() if known is None else known
     build: dict[str, Callable[[Any], Iterator[Partition]]] = {
-        "plain": _plain,
-        ZERO_1_2: partial(_zero_1_2, placed=placed),
-        ZERO_3: partial(_zero_3, placed=placed),
-        BF16: partial(_bf16, placed=placed),
-        FP16_FUSED: _fp16_fused,
-        FP16_UNFUSED: _fp16_unfused,
+        "plain": partial(_plain, known=known),
+        ZERO_1_2: partial(_zero_1_2, placed=placed, known=known),
+        ZERO_3: partial(_zero_3, placed=placed, known=known),
+        BF16: partial(_bf16, placed=placed, known=known),
+        FP16_FUSED: partial(_fp16_fused, known=known),
+        FP16_UNFUSED: partial(_fp16_unfused, known=known),
     }
     found = list(build[kind](engine.optimizer))
     for partition in found:
-        _check(partition)
+        known.check(partition)
     return found
 
 
@@ -153,46 +188,74 @@ def states_of(optimizer: torch.optim.Optimizer, partition: Partition) -> dict[st
     return {k: v for k, v in state.items() if not (k.endswith(OFFLOADED) and k.removesuffix(OFFLOADED) in state)}
 
 
-def _plain(optimizer: torch.optim.Optimizer) -> Iterator[Partition]:
+Ranges = tuple[tuple[ParameterRange, ...], tuple[torch.nn.Parameter, ...]]
+
+
+def _single(parameters: Sequence[torch.nn.Parameter], numels: Sequence[int]) -> list[Ranges]:
+    """Return the range and the parameter of each partition, if each has one parameter as a whole."""
+    return [((ParameterRange(p, 0, numel, 0),), (p,)) for p, numel in zip(parameters, numels, strict=True)]
+
+
+def _packed(parameters: Sequence[torch.nn.Parameter], numels: Sequence[int]) -> Ranges:
+    """Return the ranges of parameters that lie back to back."""
+    pieces, at = [], 0
+    for p, numel in zip(parameters, numels, strict=True):
+        pieces.append(ParameterRange(p, 0, numel, at))
+        at += numel
+    return tuple(pieces), tuple(parameters)
+
+
+def _numels(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.numel, tensors))
+
+
+def _plain(optimizer: torch.optim.Optimizer, known: KnownRanges) -> Iterator[Partition]:
     """fp32 without ZeRO: no wrapper. The optimizer steps on the parameters."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            yield Partition(p, None, (ParameterRange(p, 0, p.numel(), 0),), (p,), group, replicated=True)
+    for g, group in enumerate(optimizer.param_groups):
+        params = group["params"]
+        numels = _numels(params)
+        ranges = known.of(g, params, (numels,), partial(_single, params, numels))
+        for p, (pieces, parameters) in zip(params, ranges, strict=True):
+            yield Partition(p, None, pieces, parameters, group, replicated=True)
 
 
-def _fp16_unfused(optimizer: Any) -> Iterator[Partition]:
+def _fp16_unfused(optimizer: Any, known: KnownRanges) -> Iterator[Partition]:
     """runtime/fp16/unfused_optimizer.py: ``fp16_groups[g][i]`` is the weight of ``fp32_groups[g][i]``."""
     for g, group in enumerate(optimizer.optimizer.param_groups):
-        for p, master in zip(optimizer.fp16_groups[g], optimizer.fp32_groups[g], strict=True):
-            yield Partition(master, p, (ParameterRange(p, 0, p.numel(), 0),), (p,), group, replicated=True)
+        params = optimizer.fp16_groups[g]
+        numels = _numels(params)
+        ranges = known.of(g, params, (numels,), partial(_single, params, numels))
+        for p, master, (pieces, parameters) in zip(params, optimizer.fp32_groups[g], ranges, strict=True):
+            yield Partition(master, p, pieces, parameters, group, replicated=True)
 
 
-def _fp16_fused(optimizer: Any) -> Iterator[Partition]:
+def _fp16_fused(optimizer: Any, known: KnownRanges) -> Iterator[Partition]:
     """runtime/fp16/fused_optimizer.py: the parameters of a group lie back to back in ``fp32_groups_flat[g]``."""
     for g, group in enumerate(optimizer.optimizer.param_groups):
-        params = tuple(optimizer.fp16_groups[g])
-        pieces, at = [], 0
-        for p in params:
-            pieces.append(ParameterRange(p, 0, p.numel(), at))
-            at += p.numel()
+        params = optimizer.fp16_groups[g]
+        numels = _numels(params)
+        pieces, parameters = known.of(g, params, (numels,), partial(_packed, params, numels))
         yield Partition(
-            optimizer.fp32_groups_flat[g], optimizer.fp16_groups_flat[g], tuple(pieces), params, group, replicated=True
+            optimizer.fp32_groups_flat[g], optimizer.fp16_groups_flat[g], pieces, parameters, group, replicated=True
         )
 
 
-def _zero_1_2(optimizer: Any, placed: Placement) -> Iterator[Partition]:
+def _zero_1_2(optimizer: Any, placed: Placement, known: KnownRanges) -> Iterator[Partition]:
     """runtime/zero/stage_1_and_2.py: this rank owns an equal part of the padded and reordered group."""
     offsets_of_group = getattr(optimizer, "round_robin_bit16_offsets", None)
     for g, params in enumerate(optimizer.round_robin_bit16_groups):
-        numels = [meta.numel() for meta in optimizer.round_robin_bit16_meta[g]]
+        numels = _numels(optimizer.round_robin_bit16_meta[g])
         process_group = optimizer.real_dp_process_group[g]
         rank = dist.get_rank(group=process_group)
         master = optimizer.single_partition_of_fp32_groups[g]
+        offsets = list(offsets_of_group[g]) if offsets_of_group else None
+        sizes = (numels, offsets, rank, master.numel())
+        pieces, parameters = known.of(g, params, sizes, partial(_slice_of_group, params, *sizes))
         yield Partition(
             master,
             _bit16_partition(optimizer, g, rank),
-            _slice_of_group(params, numels, offsets_of_group[g] if offsets_of_group else None, rank, master.numel()),
-            tuple(params),
+            pieces,
+            parameters,
             _group_of(optimizer.optimizer, master, g),
             replicated=False,
             stored=_stored(process_group, params, placed),
@@ -219,24 +282,22 @@ def _whole_states(optimizer: Any, g: int) -> dict[str, tuple[ParameterRange, ...
     muon = internals.is_muon(optimizer.optimizer)
     if not muon or optimizer.cpu_offload or not params or not getattr(params[0], "use_muon", False):
         return {}
-    pieces, at = [], 0
-    for p in params:
-        pieces.append(ParameterRange(p, 0, p.numel(), at))
-        at += p.numel()
-    return {MOMENTUM: tuple(pieces)}
+    return {MOMENTUM: _packed(params, _numels(params))[0]}
 
 
-def _bf16(optimizer: Any, placed: Placement) -> Iterator[Partition]:
+def _bf16(optimizer: Any, placed: Placement, known: KnownRanges) -> Iterator[Partition]:
     """runtime/bf16_optimizer.py: like ZeRO-1, without reordering."""
     for g, params in enumerate(optimizer.bf16_groups):
         process_group = optimizer.real_dp_process_group[g]
         rank = dist.get_rank(group=process_group)
         master = optimizer.fp32_groups_flat_partition[g]
+        sizes = (_numels(params), None, rank, master.numel())
+        pieces, parameters = known.of(g, params, sizes, partial(_slice_of_group, params, *sizes))
         yield Partition(
             master,
             optimizer.bf16_partitioned_groups[g][rank],
-            _slice_of_group(params, [p.numel() for p in params], None, rank, master.numel()),
-            tuple(params),
+            pieces,
+            parameters,
             _group_of(optimizer.optimizer, master, g),
             replicated=False,
             stored=_stored(process_group, params, placed),
@@ -245,12 +306,12 @@ def _bf16(optimizer: Any, placed: Placement) -> Iterator[Partition]:
 
 def _stored(process_group: Any, params: Sequence[torch.nn.Parameter], placed: Placement) -> bool:
     """Whether the ranks of a group store their partitions. Groups of experts all do, because each has experts of its own."""
-    return any(map(internals.is_expert, params)) or placed.stores(tuple(get_process_group_ranks(process_group)))
+    return placed.stores(tuple(get_process_group_ranks(process_group))) or any(map(internals.is_expert, params))
 
 
 def _slice_of_group(
-    params: list[torch.nn.Parameter], numels: list[int], offsets: list[int] | None, rank: int, size: int
-) -> tuple[ParameterRange, ...]:
+    params: Sequence[torch.nn.Parameter], numels: Sequence[int], offsets: Sequence[int] | None, rank: int, size: int
+) -> Ranges:
     begin, end = rank * size, (rank + 1) * size
     pieces, next_offset = [], 0
     for at, (p, numel) in enumerate(zip(params, numels, strict=True)):
@@ -259,20 +320,19 @@ def _slice_of_group(
         lo, hi = max(offset, begin), min(offset + numel, end)
         if lo < hi:
             pieces.append(ParameterRange(p, lo - offset, hi - offset, lo - begin))
-    return tuple(pieces)
+    return tuple(pieces), tuple(params)
 
 
-def _zero_3(optimizer: Any, placed: Placement) -> Iterator[Partition]:
+def _zero_3(optimizer: Any, placed: Placement, known: KnownRanges) -> Iterator[Partition]:
     """runtime/zero/stage3.py: each parameter is cut into equal parts. The parts of a sub-group lie back to back."""
     groups = getattr(optimizer, "sub_group_process_groups", None)
     weights = _zero_3_weights(optimizer)
     for s, params in enumerate(optimizer.fp16_groups):
         process_group = groups[s] if groups else getattr(params[0], "ds_process_group", optimizer.dp_process_group)
         rank, ranks = dist.get_rank(group=process_group), tuple(get_process_group_ranks(process_group))
-        pieces, at = [], 0
-        for p in params:
-            pieces += [ParameterRange(p, lo, hi, at) for lo, hi in _zero3_range(p, rank)]
-            at += p.partition_numel()
+        numels = [(p.partition_numel(), p.ds_numel) for p in params]
+        pieces, parameters = known.of(s, params, (numels, rank), partial(_parts_of_group, params, numels, rank))
+        at = sum(size for size, _ in numels)
         master = optimizer.fp32_partitioned_groups_flat[s]
         swapped = SwappedPartition.of(optimizer, s)
         size = (master if swapped is None else swapped.tensors["master"]).numel()
@@ -284,8 +344,8 @@ def _zero_3(optimizer: Any, placed: Placement) -> Iterator[Partition]:
         yield Partition(
             master,
             None if same else weight,
-            tuple(pieces),
-            tuple(params),
+            pieces,
+            parameters,
             group,
             replicated=False,
             stored=_stored(process_group, params, placed),
@@ -294,6 +354,17 @@ def _zero_3(optimizer: Any, placed: Placement) -> Iterator[Partition]:
             swapped=swapped,
             weights={id(p): part_of(p) for p in params} if weight is None else {},
         )
+
+
+def _parts_of_group(params: Sequence[torch.nn.Parameter], numels: Sequence[tuple[int, int]], rank: int) -> Ranges:
+    """Return the ranges of parameters that are each cut into equal parts. ``numels``: of a part and of the parameter."""
+    pieces, at = [], 0
+    for p, (size, numel) in zip(params, numels, strict=True):
+        lo, hi = min(rank * size, numel), min(rank * size + size, numel)
+        if lo < hi:
+            pieces.append(ParameterRange(p, lo, hi, at))
+        at += size
+    return tuple(pieces), tuple(params)
 
 
 def _second_optimizer(optimizer: Any, sub_group: int) -> torch.optim.Optimizer | None:

@@ -9,7 +9,8 @@ import torch
 
 from ds_unickpt.framework import internals, partitions, tensor_parallel
 from ds_unickpt.framework.partitions import Partition
-from ds_unickpt.held_state.names import ModuleNames
+from ds_unickpt.held_state.names import KnownNames, ModuleNames
+from ds_unickpt.held_state.optimizer_record import ElementStates, classify
 from ds_unickpt.placing.placement import Placement
 from ds_unickpt.placing.slices import RankValues, Slices
 from unickpt.checkpoint.format.dtypes import name_of
@@ -25,12 +26,15 @@ class EngineView:
 
     The attributes raise UnsupportedLayoutError or FormatError if unickpt does not support the job.
 
-    Attributes:
+    Args:
         engine: the DeepSpeedEngine.
+        names: of an earlier read.
+        ranges: of an earlier read.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, names: KnownNames | None = None, ranges: partitions.KnownRanges | None = None) -> None:
         self.engine = engine
+        self._known_names, self._known_ranges = names or KnownNames(), ranges or partitions.KnownRanges()
 
     @property
     def rank(self) -> int:
@@ -58,7 +62,7 @@ class EngineView:
     @cached_property
     def names(self) -> ModuleNames:
         """Names of the module, with this tensor-parallel rank's own values."""
-        return ModuleNames.read(self.engine.module, self._values)
+        return self._known_names.read(self.engine.module, self._values)
 
     @cached_property
     def _values(self) -> RankValues:
@@ -72,7 +76,17 @@ class EngineView:
     @cached_property
     def parts(self) -> list[Partition]:
         """What the optimizer holds."""
-        return partitions.partitions(self.engine, self.placed)
+        return partitions.partitions(self.engine, self.placed, self._known_ranges)
+
+    @cached_property
+    def kinds(self) -> ElementStates:
+        """Kinds of the optimizer's states."""
+        return classify(self.parts, self.base)
+
+    def states(self, part: Partition) -> dict[str, torch.Tensor]:
+        """Return the elementwise states of a partition."""
+        state = {} if self.base is None else partitions.states_of(self.base, part)
+        return {key: value for key, value in state.items() if key in self.kinds.tensors and value is not None}
 
     @cached_property
     def unsteady(self) -> str:
@@ -93,7 +107,7 @@ class EngineView:
     def topology(self) -> dict[str, Any]:
         """Parallel degrees and modes, for the manifest and for reports."""
         engine, placed = self.engine, self.placed
-        dtypes = sorted({name_of(p.dtype) for p in self.names.parameters.values()})
+        dtypes = sorted(map(name_of, {p.dtype for p in self.names.parameters.values()}))
         sequence = int(getattr(engine, "sequence_parallel_size", 1))
         model_parallel = placed.stages > 1 or placed.tensors > 1
         degree = max((layer.degree for layer in self.names.experts.values()), default=1)

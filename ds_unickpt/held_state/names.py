@@ -18,8 +18,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,8 @@ from ds_unickpt.framework import internals
 from ds_unickpt.framework.fallbacks import UNKNOWN_BUFFERS
 from ds_unickpt.framework.internals import ExpertLayer, Submodules, TiedCopy, plain
 from ds_unickpt.placing.slices import RankValues, local_shape
+from unickpt.checkpoint.save.kept import KeptFacts
+from unickpt.checkpoint.save.module_tree import ModuleTree
 
 _TIED = "tied_modules"
 _OF_TIED = re.compile(rf"{_TIED}\.([^.@]+)(?:@(\d+))?(\..+)")
@@ -254,3 +256,53 @@ def _modules(
         for prefix, layer in prefixes:
             if name == prefix or name.startswith(f"{prefix}."):
                 yield f"{layer}{name[len(prefix) :]}", child
+
+
+class KnownNames:
+    """The names of a module at an earlier save. They are read again where the module is another."""
+
+    def __init__(self) -> None:
+        self._facts: KeptFacts | None = None
+        self._names: ModuleNames | None = None  # without modules, parameters and buffers
+        self._places: tuple[list[int], list[int], list[int]] = ([], [], [])  # of these in the tree
+        self._listed: tuple[list[str], list[tuple[str, bool]], list[str]] = ([], [], [])
+        self.reads = 0  # how often the names were read
+
+    def read(self, module: torch.nn.Module, averaged: RankValues) -> ModuleNames:
+        """As ``ModuleNames.read``."""
+        if averaged.parameters or internals.tied_copies(module) or callable(getattr(module, "unickpt_pipeline_layers", None)):
+            self._facts = None
+            return self._anew(module, averaged)
+        tree = ModuleTree.of(module)
+        if self._facts is None or self._names is None or not self._facts.fit(tree.facts):
+            found = self._anew(module, averaged)
+            self._facts = None if found.experts else self._kept(found, tree)
+            return found
+        parameters, buffers, modules = self._places
+        names, held, children = self._listed
+        return replace(
+            self._names,
+            parameters=dict(zip(names, map(tree.parameters.__getitem__, parameters), strict=True)),  # type: ignore[arg-type]
+            buffers=tuple(OwnBuffer(name, tree.buffers[at], kept) for at, (name, kept) in zip(buffers, held, strict=True)),  # type: ignore[arg-type]
+            modules=tuple(zip(children, map(tree.modules.__getitem__, modules), strict=True)),
+        )
+
+    def _anew(self, module: torch.nn.Module, averaged: RankValues) -> ModuleNames:
+        self.reads += 1
+        return ModuleNames.read(module, averaged)
+
+    def _kept(self, found: ModuleNames, tree: ModuleTree) -> KeptFacts:
+        self._places = (
+            _positions(found.parameters.values(), tree.parameters),
+            _positions((each.tensor for each in found.buffers), tree.buffers),
+            _positions((child for _, child in found.modules), tree.modules),
+        )
+        held = [(each.name, each.persistent) for each in found.buffers]
+        self._listed = (list(found.parameters), held, [name for name, _ in found.modules])
+        self._names = replace(found, parameters={}, buffers=(), modules=())
+        return KeptFacts(tree.facts)
+
+
+def _positions(wanted: Iterable[Any], among: Sequence[Any]) -> list[int]:
+    places = {id(each): at for at, each in enumerate(among)}
+    return [places[id(each)] for each in wanted]

@@ -56,13 +56,25 @@ def _nature(key: str, value: Any, partition: Partition) -> str:
     return "scalar" if isinstance(value, torch.Tensor) and value.numel() == 1 else "owned"
 
 
-def record_of(partitions: Sequence[Partition], names: ModuleNames, base: torch.optim.Optimizer) -> OptimizerRecord:
-    """Return hyperparameters and scalar states by parameter name."""
-    kinds = classify(partitions, base)
+def listed_names(partitions: Sequence[Partition], names: ModuleNames) -> list[list[str]]:
+    """Return the names of the parameters of each partition."""
+    return [[names.name(p) for p in part.parameters] for part in partitions]
+
+
+def record_of(
+    partitions: Sequence[Partition], every: Sequence[Sequence[str]], base: torch.optim.Optimizer, kinds: ElementStates
+) -> OptimizerRecord:
+    """Return hyperparameters and scalar states by parameter name.
+
+    Args:
+        partitions: of this rank.
+        every: ``listed_names`` of them.
+        base: the optimizer that steps on them.
+        kinds: ``classify`` of them.
+    """
     groups: dict[int, tuple[Mapping[str, Any], list[str]]] = {}
     scalars: list[ParameterGroup] = []
-    for part in partitions:
-        listed = [names.name(p) for p in part.parameters]
+    for part, listed in zip(partitions, every, strict=True):
         groups.setdefault(id(part.group), (part.group, []))[1].extend(listed)
         values = _scalars(part, base, kinds)
         repeated = (STEP,) if STEP in part.group and STEP not in values else ()
@@ -105,11 +117,11 @@ class RankScalars:
     groups: tuple[ParameterGroup, ...]
 
     @classmethod
-    def of(cls, partitions: Sequence[Partition], names: ModuleNames, base: torch.optim.Optimizer) -> RankScalars:
-        kinds = classify(partitions, base)
+    def of(cls, partitions: Sequence[Partition], layout: str, base: torch.optim.Optimizer, kinds: ElementStates) -> RankScalars:
+        """Return the scalars of partitions. ``layout``: ``layout_of`` them, ``kinds``: ``classify`` of them."""
         groups = {id(part.group): part.group for part in partitions}
         return cls(
-            layout_of(partitions, names, base),
+            layout,
             tuple(encoded(_scalars(part, base, kinds)) for part in partitions),
             tuple(encoded(_settings(group)) for group in groups.values()),
         )

@@ -91,7 +91,7 @@ def captured(view: EngineView) -> dict[str, Any]:
     base, names, placed = view.base, view.names, view.placed
     if base is None:
         return {}
-    owned = classify(view.parts, base).owned
+    owned = view.kinds.owned
     division = OwnDivision(names, view.slices, placed.tensor, placed.tensors)
     owners, found = [], {}
     for number, part in enumerate(view.parts if owned else ()):

@@ -35,6 +35,8 @@ def of_job(view: EngineView, client_state: Mapping[str, Any] | None = None) -> d
     entries = (more if isinstance(more, Mapping) else {}).get("original_vocab_size", info.get("original_vocab_size"))
     known = entries if isinstance(entries, int) else megatron_deepspeed.entries()
     where, patterns = type(module).__name__, info.get(VOCABULARY) or ()
+    if not patterns:
+        return {}
     return {
         name: known
         for name in names.parameters

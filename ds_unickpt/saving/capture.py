@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import is_
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from ds_unickpt.framework.fallbacks import require_supported
 from ds_unickpt.framework.partitions import Partition, states_of
 from ds_unickpt.held_state import curriculum, owned_states, vocabulary
 from ds_unickpt.held_state.engine_view import EXTRA_STATE, MICRO_BATCHES, SCALARS, EngineView
+from ds_unickpt.held_state.kept_description import KeptDescription, KnownState, PartitionFacts, ReadState
 from ds_unickpt.held_state.names import ModuleNames
-from ds_unickpt.held_state.optimizer_record import RankScalars, record_of
+from ds_unickpt.held_state.optimizer_record import RankScalars, layout_of, listed_names, record_of
 from ds_unickpt.placing import megatron_deepspeed
 from ds_unickpt.placing.placement import Placement
 from ds_unickpt.placing.slices import Slices
@@ -31,11 +33,31 @@ from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, 
 from unickpt.checkpoint.format.object_encoder import digest_of
 from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.save.fingerprints import fingerprints
+from unickpt.checkpoint.save.kept import BoundShards, Keeper
 from unickpt.checkpoint.save.shards import Contribution, Shard
 from unickpt.checkpoint.state.held import Description
 from unickpt.transform.dialects.model_facts import Model
 
 _DIGITS = 16  # hex digits of a fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedTensors:
+    """What a save says of the tensors of this rank.
+
+    Attributes:
+        shards: that this rank writes.
+        listed: all tensors that it knows.
+        excluded: names of excluded parameters.
+        bound: further shards, which an earlier save has described; or None.
+        keeper: keeps the shards for later saves; or None.
+    """
+
+    shards: list[Shard]
+    listed: list[TensorInfo]
+    excluded: tuple[str, ...]
+    bound: BoundShards | None = None
+    keeper: Keeper | None = None
 
 
 class EngineState(EngineView):
@@ -45,10 +67,15 @@ class EngineState(EngineView):
         client_state: state of the caller. The checkpoint stores the coordinator's for the job, and that of another rank
             for that rank if it differs.
         exclude_frozen: leave out parameters that do not require a gradient.
+        known: of earlier saves of the engine.
     """
 
-    def __init__(self, engine: Any, options: Options, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> None:
-        super().__init__(engine)
+    def __init__(
+        self, engine: Any, options: Options, client_state: Mapping[str, Any], *, exclude_frozen: bool,
+        known: KnownState | None = None,
+    ) -> None:  # fmt: skip
+        self.known = known or KnownState()
+        super().__init__(engine, self.known.names, self.known.ranges)
         self.options, self.client_state, self.exclude_frozen = options, client_state, exclude_frozen
 
     @cached_property
@@ -62,20 +89,52 @@ class EngineState(EngineView):
         """Scalars of this rank, if the ranks may have others."""
         if self.base is None or not _of_parts(self.parts, self.slices):
             return None
-        return RankScalars.of(self.parts, self.names, self.base)
+        return RankScalars.of(self.parts, self._facts.layout, self.base, self.kinds)
 
     @cached_property
-    def tensors(self) -> tuple[list[Shard], list[TensorInfo], tuple[str, ...]]:
-        """Shards that this rank writes, all tensors that it knows, and the names of excluded parameters."""
-        out = Description()
+    def _facts(self) -> PartitionFacts:
+        """What is the same at each save as long as the names and the ranges of the partitions are the same."""
+        assert self.base is not None
+        read = [self.names.of, type(self.base), *(part.pieces for part in self.parts)]
+        known = self.known.partitions
+        if known is None or len(known.read) != len(read) or not all(map(is_, known.read, read)):
+            every, layout = listed_names(self.parts, self.names), layout_of(self.parts, self.names, self.base)
+            known = self.known.partitions = PartitionFacts(read, every, layout)
+        return known
+
+    @cached_property
+    def tensors(self) -> DescribedTensors:
+        """The tensors of this rank: from an earlier save, or described anew."""
+        known, options = self.known, (self.exclude_frozen, self.options.non_persistent_buffers)
+        steady = not self.unsteady and not self.slices.known and self.names.uniform
+        kept = known.description if steady else None
+        if kept is not None and (bound := kept.bound(ReadState.of(self, kept.others, options))) is not None:
+            out = Description()
+            add_buffers(out, self, self.options)
+            return DescribedTensors(out.shards(), [*kept.tensors, *out.tensors], kept.excluded, bound)
+        out, known.description = Description(), None
+        known.described += 1
         add_optimized(out, self)
-        excluded = add_others(out, self, self.exclude_frozen)
+        others, excluded = add_others(out, self, self.exclude_frozen)
+        tensors = list(out.tensors)
         add_buffers(out, self, self.options)
-        return out.shards(), out.tensors, excluded
+        found = DescribedTensors(out.shards(), out.tensors, excluded)
+        if not steady:
+            return found
+        read = ReadState.of(self, others, options)
+        keeper = Keeper(read.facts.tensors)
+        known.description = KeptDescription(read, tensors, others, excluded, keeper)
+        return replace(found, keeper=keeper)
 
     @cached_property
     def record(self) -> OptimizerRecord | None:
-        return None if self.base is None else record_of(self.parts, self.names, self.base)
+        return None if self.base is None else record_of(self.parts, self._facts.names, self.base, self.kinds)
+
+    def forget(self) -> None:
+        """Release what was read. A description whose shards were not kept is none for the next save."""
+        super().forget()
+        if self.known.description is not None and self.known.description.keeper.kept is None:
+            self.known.description = None
 
     @cached_property
     def digests(self) -> Message:
@@ -109,22 +168,24 @@ def contribution(state: EngineState, announced: Message) -> Contribution:
     """
     state.read()
     names, placed = state.names, state.placed
-    shards, tensors, excluded = state.tensors
+    tensors = state.tensors
     rank_objects: dict[str, Any] = {"rng": rng.capture()}
     if state.rank and state.digests["client_state"] != announced.get("client_state"):
         rank_objects["client_state"] = dict(state.client_state)
     if state.scalars is not None:
         rank_objects[SCALARS] = state.scalars.to_object()
     return Contribution(
-        shards=shards,
-        tensors=tensors,
+        shards=tensors.shards,
+        tensors=tensors.listed,
+        bound=tensors.bound,
+        keeper=tensors.keeper,
         rank_objects=rank_objects,
         step=int(state.engine.global_steps),
         writer=writer(state),
         optimizer=state.record,
         optimizer_part=_part(state.record, names, placed),
         aliases=names.aliases if placed.first else {},
-        excluded=excluded if placed.first else (),
+        excluded=tensors.excluded if placed.first else (),
         objects=_objects(state, state.client_state) if placed.rank == 0 else {},
         shared_objects={
             **(_shared_states(names, placed) if placed.rank else {}),
@@ -148,6 +209,9 @@ def _part(record: OptimizerRecord | None, names: ModuleNames, placed: Placement)
     """Return the groups and scalars of the parameters that this rank is the first one to have; None if there are none."""
     if record is None:
         return None
+
+    if names.uniform:
+        return record if placed.leads(None) and record.groups else None
 
     def first_here(found: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ...]:
         own = (replace(each, parameters=tuple(n for n in each.parameters if placed.leads(names.having(n)))) for each in found)

@@ -8,10 +8,8 @@ from functools import lru_cache
 import torch
 
 from ds_unickpt.framework import partitions
-from ds_unickpt.framework.partitions import Partition, states_of
 from ds_unickpt.held_state.engine_view import EngineView
 from ds_unickpt.held_state.names import ModuleNames
-from ds_unickpt.held_state.optimizer_record import ElementStates, classify
 from ds_unickpt.placing.slices import FlatPlace, Slice, places
 from unickpt.base.options.job import Options
 from unickpt.checkpoint.format.boxes import Box
@@ -46,9 +44,9 @@ def _add(
 
 def add_optimized(out: Description, view: EngineView) -> None:
     """Add masters and optimizer states. Also add the weights that are not the cast of their masters."""
-    names, slices, placed, kinds = view.names, view.slices, view.placed, classify(view.parts, view.base)
+    names, slices, placed = view.names, view.slices, view.placed
     for part in view.parts:
-        held = {"master": part.elements, **_tensor_states(view.base, part, kinds)}
+        held = {"master": part.elements, **view.states(part)}
         flats = {key: tensor.detach().reshape(-1) for key, tensor in held.items()}
         states = [(key, name_of(tensor.dtype), "parameter" if key == "master" else "optimizer") for key, tensor in held.items()]
         known = {}
@@ -75,19 +73,19 @@ def add_optimized(out: Description, view: EngineView) -> None:
                 _add(out, info, where, 0, weight, copies[id(piece.parameter)], unless, steady=not view.unsteady)
 
 
-def _tensor_states(base: torch.optim.Optimizer | None, part: Partition, kinds: ElementStates) -> dict[str, torch.Tensor]:
-    state = {} if base is None else states_of(base, part)
-    return {key: value for key, value in state.items() if key in kinds.tensors and value is not None}
+def add_others(out: Description, view: EngineView, exclude_frozen: bool) -> tuple[list[str], tuple[str, ...]]:
+    """Add the parameters outside the optimizer, such as frozen and empty ones.
 
-
-def add_others(out: Description, view: EngineView, exclude_frozen: bool) -> tuple[str, ...]:
-    """Add the parameters outside the optimizer, such as frozen and empty ones. Returns the names of excluded parameters."""
+    Returns:
+        The names of these parameters, and of those that are excluded.
+    """
     names, placed = view.names, view.placed
     optimized = {id(p) for part in view.parts for p in part.parameters}
-    excluded = []
+    others, excluded = [], []
     for name, parameter in names.parameters.items():
         if id(parameter) in optimized:
             continue
+        others.append(name)
         if exclude_frozen and not parameter.requires_grad:
             excluded.append(name)
             continue
@@ -101,7 +99,7 @@ def add_others(out: Description, view: EngineView, exclude_frozen: bool) -> tupl
         copies = placed.copies(names.holders(name)) if held.replicated else None
         where = _stored(part, held.lo, held.hi, stored=stored, across=held.across)
         _add(out, info, where, 0, held.data, copies, steady=not view.unsteady)
-    return tuple(excluded)
+    return others, tuple(excluded)
 
 
 def stored_buffers(names: ModuleNames, options: Options) -> list[tuple[str, torch.Tensor]]:

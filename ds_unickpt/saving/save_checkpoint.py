@@ -209,7 +209,7 @@ def request_of(
         rank_objects: further non-tensor state of this rank.
         tier: save directory of the memory tier, if it is another than ``save_dir``.
     """
-    state = capture.EngineState(engine, ours.options, client_state or {}, exclude_frozen=exclude_frozen)
+    state = capture.EngineState(engine, ours.options, client_state or {}, exclude_frozen=exclude_frozen, known=ours.known)
     return SaveRequest(
         partial(_contribution, ours, state, rank_objects or {}),
         save_dir=save_dir,

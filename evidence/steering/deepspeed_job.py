@@ -44,7 +44,7 @@ def main() -> None:
 
     import ds_unickpt
     import unickpt
-    from unickpt.checkpoint.save import staging
+    from unickpt.checkpoint.save import late_places
     from unickpt.testing.launch import leave
 
     job.say("imported")
@@ -101,7 +101,7 @@ def main() -> None:
         config["unickpt"]["memory"] = {"to_disk_every": 6, "folder": str(place)}
         if args.every_step:
             config["unickpt"]["memory"] |= {"to_disk_every": 60, "on_busy": "skip"}
-            staging.LATE_BYTES = 0  # the state is small
+            late_places.LATE_BYTES = 0  # the state is small
     model = Model()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     job.die_soon(0, "kill in load")

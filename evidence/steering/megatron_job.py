@@ -60,9 +60,9 @@ def main() -> None:
         own += f" --unickpt-memory-to-disk-every {60 if args.every_step else 6} --unickpt-memory-folder {place}"
         if args.every_step:
             own += " --unickpt-memory-on-busy skip"
-            from unickpt.checkpoint.save import staging
+            from unickpt.checkpoint.save import late_places
 
-            staging.LATE_BYTES = 0  # the state is small
+            late_places.LATE_BYTES = 0  # the state is small
     script = os.path.join(tree, "pretrain_gpt.py")
     sys.argv = [script, *ARGUMENTS.split(), *own.split()]
     watch(job, args.folder, args.pause)

@@ -28,7 +28,8 @@ from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import Writer
 from unickpt.checkpoint.load.checkpoint import Checkpoint
-from unickpt.checkpoint.save import staging
+from unickpt.checkpoint.save import late_places
+from unickpt.checkpoint.save.kept import BoundShards, Facts, Keeper, KeptFacts
 from unickpt.checkpoint.save.late_copy import LateCopy, settle_all
 from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveRequest
 from unickpt.checkpoint.save.saver import Saver
@@ -63,6 +64,8 @@ class Job:
         self.shadow = [master.detach().clone() for master in self.masters]  # a moving average
         self.optimizer = BreakingAdam([*self.masters, self.own], lr=1e-2, foreach=False)
         self.other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)
+        self.kept: tuple[KeptFacts, Keeper] | None = None
+        self.reused = 0  # saves with shards that an earlier one has described
         self.backward()
         self.step()
 
@@ -99,9 +102,21 @@ class Job:
                 add(name, key, self.optimizer.state[parameter][key], "optimizer")
         return found
 
-    def request(self, folder: Path, tag: str) -> SaveRequest:
-        held = Description(held=self.held())
-        made = Contribution(held.shards(), 1, _WRITER, tensors=[each.tensor for each in held.held])
+    def request(self, folder: Path, tag: str, *, keeps: bool = False) -> SaveRequest:
+        """Return the request for a save. ``keeps``: with the shards of an earlier save, where they fit."""
+        held = self.held()
+        listed = [each.tensor for each in held]
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        bases = [*self.masters, *self.weights, self.own, self.frozen, *(value for value in states if value.dim())]
+        facts = Facts(bases, bases)
+        if keeps and self.kept is not None and self.kept[0].fit(facts) and self.kept[1].kept is not None:
+            self.reused += 1
+            rest = Description(held=[each for each in held if not each.steady]).shards()
+            bound = BoundShards.of(self.kept[1].kept, facts.tensors)
+            made = Contribution(rest, 1, _WRITER, tensors=listed, bound=bound)
+        else:
+            self.kept = (KeptFacts(facts), Keeper(facts.tensors))
+            made = Contribution(Description(held=held).shards(), 1, _WRITER, tensors=listed, keeper=self.kept[1])
         return SaveRequest(lambda _: made, str(folder), tag)
 
 
@@ -257,12 +272,14 @@ class Found:
     Attributes:
         wrong: trials whose checkpoint differs from the truth, or that were refused without reason, with what had acted.
         committed, refused: numbers of saves.
+        reused: saves with shards that an earlier one had described.
         by: of the writers that had broken the rule, the refused and the committed saves.
     """
 
     wrong: list[str] = field(default_factory=list)
     committed: int = 0
     refused: int = 0
+    reused: int = 0
     by: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
 
@@ -274,7 +291,7 @@ def run(folder: Path, trials: int, seed: int, *, breaking: float = 0.3) -> Found
     for trial in range(trials):
         tag = f"t{trial}"
         truth = {held.tensor.key: held.data.clone() for held in job.held()}
-        request = job.request(folder, tag)
+        request = job.request(folder, tag, keeps=chance.random() < 0.8)
         save = saver.save(request, MessageExchange(None, rank=0, world=1, prefix=tag))
         acts = [chance.choice(LAWFUL) for _ in range(chance.randrange(4))]
         broke = chance.random() < breaking
@@ -297,6 +314,7 @@ def run(folder: Path, trials: int, seed: int, *, breaking: float = 0.3) -> Found
         saver._recovering = False
         for weight, master in zip(job.weights, job.masters, strict=True):
             weight.data.copy_(master.data)
+    found.reused = job.reused
     return found
 
 
@@ -336,7 +354,7 @@ def held_copies() -> Iterator[list[LateCopy]]:
     """
     made: list[LateCopy] = []
     gates: dict[LateCopy, threading.Event] = {}
-    begin, run_, settle, least = LateCopy.__init__, LateCopy.run, LateCopy.settle, staging.LATE_BYTES
+    begin, run_, settle, least = LateCopy.__init__, LateCopy.run, LateCopy.settle, late_places.LATE_BYTES
 
     def noted(copy: LateCopy, *arguments: Any) -> None:
         gates[copy] = threading.Event()
@@ -352,11 +370,11 @@ def held_copies() -> Iterator[list[LateCopy]]:
         gates[copy].set()
 
     LateCopy.__init__, LateCopy.run, LateCopy.settle = noted, held, settled  # type: ignore[method-assign, assignment]
-    staging.LATE_BYTES = 0
+    late_places.LATE_BYTES = 0
     try:
         yield made
     finally:
         LateCopy.__init__, LateCopy.run, LateCopy.settle = begin, run_, settle  # type: ignore[method-assign]
-        staging.LATE_BYTES = least
+        late_places.LATE_BYTES = least
         for gate in gates.values():
             gate.set()

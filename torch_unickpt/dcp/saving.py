@@ -29,7 +29,7 @@ from torch_unickpt.runtime import Runtime
 from unickpt import __version__
 from unickpt.api.dtensors import is_dtensor
 from unickpt.api.group import Group, exchange_of
-from unickpt.api.holders import Holders, agreed_holders, mesh_digests
+from unickpt.api.holders import Holders, Keys, agreed_holders, mesh_digests
 from unickpt.api.state import LocalShard, Value
 from unickpt.base.errors import ConfigError
 from unickpt.base.logs import make_visible
@@ -227,7 +227,7 @@ def _agreed(
                 meshes = mesh_digests((item.key, item.value) for item in contents.items if is_dtensor(item.value))
             except Exception as err:  # the other ranks learn it in the save
                 failed = err
-        holders = agreed_holders(exchange, keys, meshes)
+        holders = agreed_holders(exchange, None if keys is None else Keys.of(keys), meshes)
         trees = [key.removeprefix(_TREE) for key in holders.others or () if key.startswith(_TREE)]
         if len(trees) < 2:
             return contents, holders, failed

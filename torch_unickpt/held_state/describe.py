@@ -59,9 +59,14 @@ def items_of(names: Names, optimizers: Optimizers, group: Group) -> list[Item]:
     states: dict[Key, Value] = optimizers.tensors(group)
     return [
         *(Item((name, WEIGHT), parameter, "parameter") for name, parameter in names.parameters.items()),
-        *(Item((name, WEIGHT), buffer, "buffer", divided=False) for name, buffer in names.buffers.items()),
+        *buffers_of(names),
         *(Item(key_of(key), value, "optimizer") for key, value in states.items()),
     ]
+
+
+def buffers_of(names: Names) -> list[Item]:
+    """Return the persistent buffers."""
+    return [Item((name, WEIGHT), buffer, "buffer", divided=False) for name, buffer in names.buffers.items()]
 
 
 def description(items: Iterable[Item], holders: Holders, group: Group, *, steady: bool = False) -> Description:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from unickpt.base.errors import UnsupportedLayoutError
+from unickpt.checkpoint.save.kept import KeptFacts
+from unickpt.checkpoint.save.module_tree import ModuleTree
 from unickpt.transform.dialects.model_facts import Model
 
 # torch.compile; torch.utils.checkpoint wrappers; FSDP1 (with ``fully_shard`` modules keep their names)
@@ -44,22 +47,33 @@ class Names:
         return found | {alias: found[name] for alias, name in self.aliases.items()}
 
 
+def without_ddp(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that DistributedDataParallel wraps, or the module itself."""
+    while isinstance(module, DistributedDataParallel):
+        module = module.module
+    return module
+
+
+def _reshard(modules: Iterable[torch.nn.Module]) -> None:
+    """Free whole parameters: after a forward alone, the root still holds them, and the optimizer does not know them."""
+    for child in modules:
+        if isinstance(child, FSDPModule):
+            child.reshard()
+
+
 def names_of(module: torch.nn.Module) -> Names:
     """Return the parameters and persistent buffers of a module.
 
     Raises:
         UnsupportedLayoutError: the module is wrapped by FSDP1, whose flat parameters hold parts of several parameters.
     """
-    while isinstance(module, DistributedDataParallel):
-        module = module.module
+    module = without_ddp(module)
     if any(type(child).__name__ == "FullyShardedDataParallel" for child in module.modules()):
         raise UnsupportedLayoutError(
             "the module is wrapped by FullyShardedDataParallel (FSDP1), whose parameters are flat. Use fully_shard (FSDP2), or "
             "torch.distributed.checkpoint with get_state_dict, which unickpt writes as well"
         )
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            child.reshard()  # after a forward alone, the root still holds whole parameters, which the optimizer does not know
+    _reshard(module.modules())
     parameters: dict[str, torch.nn.Parameter] = {}
     buffers: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -87,6 +101,38 @@ def names_of(module: torch.nn.Module) -> Names:
             first[id(buffer)] = name
             buffers[name] = buffer
     return Names(parameters, buffers, aliases, of)
+
+
+class KnownNames:
+    """The names of a module at an earlier save. They are read again where the module is another."""
+
+    def __init__(self) -> None:
+        self._facts: KeptFacts | None = None
+        self._aliases: dict[str, str] = {}
+        self._of: dict[int, str] = {}
+        self._parameters: list[tuple[str, int]] = []  # name and position in the tree
+        self._buffers: list[tuple[str, int]] = []
+
+    def read(self, module: torch.nn.Module) -> Names:
+        """As ``names_of``."""
+        tree = ModuleTree.of(without_ddp(module))
+        if self._facts is not None and any(issubclass(kind, FSDPModule) for kind in set(map(type, tree.modules))):
+            _reshard(tree.modules)
+            tree = ModuleTree.of(without_ddp(module))
+        if self._facts is None or not self._facts.fit(tree.facts):
+            found = names_of(module)
+            tree = ModuleTree.of(without_ddp(module))  # resharding has put other parameters into the modules
+            self._facts, self._aliases, self._of = KeptFacts(tree.facts), found.aliases, found.of
+            self._parameters, self._buffers = _places(found.parameters, tree.parameters), _places(found.buffers, tree.buffers)
+            return found
+        parameters: Any = {name: tree.parameters[at] for name, at in self._parameters}
+        buffers: Any = {name: tree.buffers[at] for name, at in self._buffers}
+        return Names(parameters, buffers, self._aliases, self._of)
+
+
+def _places(named: Mapping[str, torch.Tensor], among: Sequence[Any]) -> list[tuple[str, int]]:
+    places = {id(each): at for at, each in enumerate(among)}
+    return [(name, places[id(each)]) for name, each in named.items()]
 
 
 def facts_of(module: Any) -> Model:

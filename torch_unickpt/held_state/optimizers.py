@@ -115,7 +115,7 @@ class Optimizers:
         if not self.optimizers:
             return None
         groups: dict[int, tuple[dict[str, Any], list[str]]] = {}
-        scalars = []
+        scalars: dict[Any, tuple[dict[str, Any], list[str]]] = {}
         for each in self.parameters:
             groups.setdefault(each.number, (each.group, []))[1].append(each.name)
             values = {
@@ -124,12 +124,13 @@ class Optimizers:
                 if value is not None and (not isinstance(value, torch.Tensor) or _is_scalar(key, value, each.parameter))
             }
             if values:
-                scalars.append(encoded(values, (each.name,)))
+                scalars.setdefault(tuple(map(_identity, values.items())), (values, []))[1].append(each.name)
         settings = [
             encoded({key: value for key, value in group.items() if key not in ("params", _NAMES)}, names)
             for group, names in groups.values()
         ]
-        return OptimizerRecord(self.name, tuple(settings), merge_groups(scalars), any(each.state for each in self.parameters))
+        same = merge_groups(encoded(values, names) for values, names in scalars.values())
+        return OptimizerRecord(self.name, tuple(settings), same, any(each.state for each in self.parameters))
 
 
 def _first_of(each: Stepped, first: FirstStates) -> dict[str, Any]:
@@ -141,6 +142,14 @@ def _first_of(each: Stepped, first: FirstStates) -> dict[str, Any]:
 
 def _is_scalar(key: str, value: torch.Tensor, parameter: torch.Tensor) -> bool:
     return value.numel() == 1 and (key == STEP or tuple(value.shape) != tuple(parameter.shape))
+
+
+def _identity(item: tuple[str, Any]) -> Any:
+    """Return what scalars that are encoded alike have in common."""
+    key, value = item
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return key, value.dtype, value.shape, value.device, repr(value.item())
+    return (key, type(value), repr(value)) if type(value) in (bool, int, float, str) else (key, id(value))
 
 
 def _placed(each: Stepped, key: str, value: torch.Tensor, group: Group) -> Value:

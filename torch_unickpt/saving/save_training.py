@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 from torch_unickpt.edge import RUNTIME
-from torch_unickpt.held_state import describe
 from torch_unickpt.held_state.job_objects import JobObjects, schedulers_of
-from torch_unickpt.held_state.names import Names, facts_of, names_of
-from torch_unickpt.held_state.optimizers import Optimizers, unwrapped
+from torch_unickpt.held_state.known_training import TrainingState, trained
+from torch_unickpt.held_state.names import Names, facts_of
+from torch_unickpt.held_state.optimizers import unwrapped
 from unickpt import __version__
 from unickpt.api.dtensors import is_dtensor
 from unickpt.api.group import Group, exchange_of
-from unickpt.api.holders import Holders, agreed_holders, mesh_digests
+from unickpt.api.holders import Holders, agreed_holders
 from unickpt.base.errors import SaveFailedError
 from unickpt.base.logs import logger, make_visible
 from unickpt.base.options.job import MemoryOptions
@@ -95,33 +95,28 @@ def save_training(
     exchange, ranks = exchange_of(group, timeout_s=timeout_s), Group.of(group)
     objects = JobObjects(schedulers_of(scheduler), loader, stateful or {})
     failed: BaseException | None = None
-    names, optimizers, items, keys, meshes = None, None, [], None, None
+    state: TrainingState | None = None
     try:
-        names = names_of(model)
-        optimizers = Optimizers(unwrapped(optimizer), names)
-        items = describe.items_of(names, optimizers, ranks)
-        keys = [*(item.text for item in items if item.plain), *(_trained(each.name) for each in optimizers.parameters)]
-        meshes = mesh_digests((item.key, item.value) for item in items if is_dtensor(item.value))
+        state = RUNTIME.known(model).read(model, unwrapped(optimizer), ranks)
     except Exception as err:  # the other ranks learn it in the save
         failed = err
-    holders = agreed_holders(exchange, keys, meshes)
+    holders = agreed_holders(exchange, None if state is None else state.keys, None if state is None else state.meshes)
     owner = RUNTIME.owner(model)
     assert RUNTIME.owners is not None
     origin = asdict(RUNTIME.owners.origin(owner))
 
     def contribute(_: Message) -> Contribution:
-        assert names is not None
-        assert optimizers is not None
-        silent = next(filter(None, map(silent_steps, optimizers.optimizers)), "")
-        unsteady = silent if optimizers.optimizers else "the save has no optimizer"
-        held = describe.description(items, holders, ranks, steady=not unsteady)
-        record = optimizers.record()
+        assert state is not None
+        silent = next(filter(None, map(silent_steps, state.optimizers.optimizers)), "")
+        unsteady = silent if state.optimizers.optimizers else "the save has no optimizer"
+        held = state.described(holders, steady=not unsteady)
+        record = state.optimizers.record()
         first = ranks.rank == 0
         return Contribution(
-            held.shards(), step, _writer(model, names, len(ranks.ranks), origin), tensors=held.tensors,
+            held.shards, step, _writer(model, state.names, len(ranks.ranks), origin), tensors=held.listed,
             optimizer=record if first else None, optimizer_part=None if first else _part(record, holders, ranks.rank),
-            aliases=names.aliases, objects=objects.captured(step, samples, client_state or {}) if first else {},
-            rank_objects=objects.of_rank(), unsteady=unsteady,
+            aliases=state.names.aliases, objects=objects.captured(step, samples, client_state or {}) if first else {},
+            rank_objects=objects.of_rank(), unsteady=unsteady, bound=held.bound, keeper=held.keeper,
         )  # fmt: skip
 
     save_dir, tag = split(absolute(os.fspath(directory)))
@@ -158,17 +153,13 @@ def _ended(save_dir: str, pending: PendingSave) -> None:
         )  # fmt: skip
 
 
-def _trained(name: str) -> str:
-    return f"trained {name}"
-
-
 def _part(record: OptimizerRecord | None, holders: Holders, rank: int) -> OptimizerRecord | None:
     """Return the settings of the parameters that this rank is the first one to train; None if there are none."""
     if record is None or holders.others is None:
         return None
 
     def first_here(found: Any) -> Any:
-        own = ((each, tuple(n for n in each.parameters if holders.first(_trained(n)) == rank)) for each in found)
+        own = ((each, tuple(n for n in each.parameters if holders.first(trained(n)) == rank)) for each in found)
         return tuple(replace(each, parameters=names) for each, names in own if names)
 
     groups = first_here(record.groups)

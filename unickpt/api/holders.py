@@ -85,7 +85,25 @@ def _digest(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def agreed_holders(exchange: MessageExchange, keys: Iterable[str] | None, meshes: Mapping[Ranks, str] | None = None) -> Holders:
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of a rank.
+
+    Attributes:
+        sorted: the keys.
+        digest: of them.
+    """
+
+    sorted: Sequence[str] = field(repr=False)
+    digest: str
+
+    @classmethod
+    def of(cls, keys: Iterable[str]) -> Keys:
+        own = sorted(keys)
+        return cls(own, _digest(own))
+
+
+def agreed_holders(exchange: MessageExchange, keys: Keys | None, meshes: Mapping[Ranks, str] | None = None) -> Holders:
     """Find out which ranks have which keys, and which meshes hold the same. Every rank calls this.
 
     The ranks compare digests. They exchange their keys only if these differ, such as between pipeline stages.
@@ -95,8 +113,7 @@ def agreed_holders(exchange: MessageExchange, keys: Iterable[str] | None, meshes
         keys: of this rank. None: this rank failed before it knew them, and the save will say so.
         meshes: ``mesh_digests``.
     """
-    own = None if keys is None else sorted(keys)
-    message = {"digest": None if own is None else _digest(own), "meshes": [[_packed(r), d] for r, d in (meshes or {}).items()]}
+    message = {"digest": None if keys is None else keys.digest, "meshes": [[_packed(r), d] for r, d in (meshes or {}).items()]}
 
     def compared(messages: list[Message]) -> Message:
         digests = {each["digest"] for each in messages}
@@ -120,7 +137,7 @@ def agreed_holders(exchange: MessageExchange, keys: Iterable[str] | None, meshes
                 found.setdefault(key, []).append(rank)
         return {"holders": found}
 
-    holders = exchange.combined("all-keys", {"keys": own}, collected)["holders"]
+    holders = exchange.combined("all-keys", {"keys": None if keys is None else keys.sorted}, collected)["holders"]
     return Holders(exchange.world, {key: tuple(ranks) for key, ranks in holders.items()}, twins)
 
 

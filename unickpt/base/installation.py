@@ -43,6 +43,14 @@ def install_command() -> str:
     return f"pip install {_NAME}" if PUBLISHED else "pip install . in a checkout of its repository"
 
 
+def build_command() -> str:
+    """Return the command that builds the extensions of this installation."""
+    tree = source_tree()
+    if tree is None:
+        return f"{install_command()}, with a C compiler"
+    return f"cd {shlex.quote(str(tree))} && python setup.py build_ext --inplace"
+
+
 def extra_command(extra: str) -> str:
     """Return the command that adds the packages of an extra to this environment.
 

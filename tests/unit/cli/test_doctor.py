@@ -172,6 +172,7 @@ PLACE = {
         ({"acting": replace(ACTING, autoload=Autoload(False, ""))}, Kind.ENTRY_POINT, True),
         ({"acting": replace(ACTING, autoload=Autoload(True, "UNICKPT_AUTOLOAD=0"))}, Kind.SWITCHED_OFF, True),
         ({"acting": replace(ACTING, extensions=(Extension("copying", False, "slow"),))}, Kind.EXTENSION, False),
+        ({"acting": replace(ACTING, extensions=(Extension("copying", False, "slow", True),))}, Kind.EXTENSION, True),
         ({"torch": {"problem": "no answer in 90 s"}}, Kind.TORCH, True),
         ({"torch": {**TORCH, "armed": False}}, Kind.ENTRY_POINT, True),
         ({"torch": {**TORCH, "devices": []}, "machine": replace(MACHINE, driver="NVRM")}, Kind.TORCH, False),

@@ -17,12 +17,10 @@ from itertools import chain
 
 import torch
 
-try:
-    from unickpt.checkpoint.format._casts import copies as _copies
-    from unickpt.checkpoint.format._casts import samples as _samples
-except ImportError:
-    _copies = _samples = None  # type: ignore[assignment]
+from unickpt.base.arrays import Ints
+from unickpt.base.extensions import COPYING
 
+_copies, _samples = COPYING.function("copies"), COPYING.function("samples")
 _libc = ctypes.CDLL(None)
 _memcmp, _memmove = _libc.memcmp, _libc.memmove
 _memcmp.argtypes = _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -57,8 +55,8 @@ class TensorCopy:
 
 
 def available() -> bool:
-    """Return whether the extension is installed."""
-    return _copies is not None
+    """Return whether the extension is installed, with all functions."""
+    return _copies is not None and _samples is not None
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -73,15 +71,15 @@ def comparison(source: torch.dtype, value: torch.dtype) -> Comparison | None:
     return Comparison.BFLOAT16 if (source, value) == (torch.float32, torch.bfloat16) else None
 
 
-def samples(tensors: Sequence[torch.Tensor]) -> bytes:
+def samples(spans: Ints) -> bytes:
     """Return 8 bytes for each tensor that depend on its size, its first and last bytes, and 8 bytes of every 64 KiB.
 
     A write to a whole tensor changes them. It takes about a hundredth of the time of a copy. Needs the extension.
 
     Args:
-        tensors: dense CPU tensors.
+        spans: address and size in bytes of dense CPU tensors. int64 ``[tensors, 2]``.
     """
-    return _samples(array("Q", chain.from_iterable((each.data_ptr(), each.nbytes) for each in tensors)).tobytes())
+    return _samples(spans.tobytes()) if len(spans) else b""
 
 
 def copy_some(copies: Sequence[TensorCopy], positions: range) -> list[bool]:
@@ -177,7 +175,7 @@ def is_cast_of(value: torch.Tensor, source: torch.Tensor, *, extension: bool = T
     if kind is Comparison.BYTES:
         return size == 0 or _memcmp(value.data_ptr(), source.data_ptr(), size) == 0
     if kind is Comparison.BFLOAT16 and extension and _copies is not None:
-        return _copies(array("Q", (0, source.data_ptr(), value.data_ptr(), size, kind)).tobytes()) == b"\1"
+        return bool(_copies(array("Q", (0, source.data_ptr(), value.data_ptr(), size, kind)).tobytes()) == b"\1")
     return torch.equal(_bits(value), _bits(source.to(value.device, value.dtype).reshape(value.shape)))
 
 

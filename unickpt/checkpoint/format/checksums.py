@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
+from unickpt.base.extensions import CHECKSUMS, Built
+
 try:
     from unickpt.checkpoint.format import _checksums
 except ImportError:
@@ -27,7 +29,7 @@ PREFIX = "xxh3_128:"
 BLOCK_BYTES = 64 << 10  # of the blocks of a fragment that this release writes
 LONG_BYTES = 241  # from this size on, extensions compute checksums; as LONG in ``_xxh3.h``
 
-_FAST = _checksums is not None and _checksums.is_fast()
+_FAST = CHECKSUMS.built is Built.READY
 
 
 def block_count(size_bytes: int, block_bytes: int) -> int:

@@ -52,7 +52,8 @@ def encode(value: Any, *, prefix: str) -> Encoded:
         prefix: prefix of the keys of extracted tensors.
     """
     out = Encoded(None)
-    out.value = _Encoder(prefix, out, _repeated(value)).encode(value, path="", depth=0)
+    repeated = set() if type(value) in _PLAIN else _repeated(value)
+    out.value = _Encoder(prefix, out, repeated).encode(value, path="", depth=0)
     return out
 
 
@@ -87,6 +88,7 @@ def _inside(value: Any) -> Iterable[Any]:
     return found
 
 
+_PLAIN = frozenset({type(None), bool, int, float, str})
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes, bytearray, torch.Tensor, np.ndarray})
 
 

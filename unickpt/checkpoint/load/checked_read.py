@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from unickpt.base.errors import StorageError
+from unickpt.base.extensions import READING, Built
 from unickpt.checkpoint.format.casts import Comparison, comparison, is_dense
 from unickpt.checkpoint.format.checksums import LONG_BYTES, RunningBlocks, block_checksums, block_count
 from unickpt.checkpoint.format.dtypes import byte_view
@@ -135,7 +136,7 @@ def _errors(path: str, ends: Sequence[int]) -> Iterator[None]:
 
 def available() -> bool:
     """Return whether the extension is installed and this processor has its instructions."""
-    return _checked_read is not None and _checked_read.is_fast()
+    return READING.built is Built.READY
 
 
 def read_checked(

@@ -10,8 +10,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -19,10 +20,13 @@ import torch
 from unickpt.base.errors import StorageError
 from unickpt.base.private_files import no_room
 from unickpt.checkpoint.format.block_table import TABLE_KEY, room_bytes
+from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.file_names import DATA_FORMAT
 from unickpt.checkpoint.format.layout import fragment_key
 from unickpt.checkpoint.format.safetensors_header import MAX_HEADER_BYTES, build_header
+from unickpt.checkpoint.format.tensor_info import TensorInfo
 from unickpt.checkpoint.memory.host_folder import HostFolder
+from unickpt.checkpoint.save.kept import BoundShards, KeptShards
 from unickpt.checkpoint.save.shards import Shard
 from unickpt.checkpoint.save.staging import Staged, StagingBuffer
 from unickpt.checkpoint.storage.base import Sink
@@ -111,6 +115,14 @@ class MappedBuffer(StagingBuffer):
         self.tensor = self._slots.map(head + self.capacity_bytes + room_bytes(self.capacity_bytes)).tensor
         return super().fill(shards, lead_bytes=head, late=late)
 
+    def fill_kept(self, bound: BoundShards, shards: Sequence[Shard], *, lead_bytes: int = 0) -> Staged | None:
+        assert not lead_bytes
+        head = _kept_space(bound.kept) + header_space(shards)
+        if head > MAX_HEADER_BYTES:
+            return None
+        self.tensor = self._slots.map(head + self.capacity_bytes + room_bytes(self.capacity_bytes)).tensor
+        return super().fill_kept(bound, shards, lead_bytes=head)
+
     def _beyond(self, like: torch.Tensor) -> torch.Tensor:
         raise MemoryBudgetError(
             f"{like.nbytes:,} bytes of weights are no casts of their masters any more, and have no room in the file of "
@@ -123,12 +135,20 @@ def header_space(shards: Sequence[Shard]) -> int:
 
     Training waits, so it is a bound: encoding the header takes 20 times as long.
     """
-    size = _METADATA_BYTES + _ENTRY_BYTES + len(TABLE_KEY)
-    for shard in shards:
-        tensor = shard.tensor
-        size += _ENTRY_BYTES + _text_bytes(tensor.name) + _text_bytes(tensor.state) + _DIMENSION_BYTES * len(shard.box.shape)
-    size = -(-size // BLOCK_BYTES) * BLOCK_BYTES
+    size = _space((shard.tensor, shard.box) for shard in shards)
     return size if size <= MAX_HEADER_BYTES else _exact_space(shards)
+
+
+@lru_cache(maxsize=4)  # the same at every save
+def _kept_space(kept: KeptShards) -> int:
+    return _space(kept.boxes())
+
+
+def _space(boxes: Iterable[tuple[TensorInfo, Box]]) -> int:
+    size = _METADATA_BYTES + _ENTRY_BYTES + len(TABLE_KEY)
+    for tensor, box in boxes:
+        size += _ENTRY_BYTES + _text_bytes(tensor.name) + _text_bytes(tensor.state) + _DIMENSION_BYTES * len(box.shape)
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def _text_bytes(text: str) -> int:
@@ -145,7 +165,7 @@ def _exact_space(shards: Sequence[Shard]) -> int:
 
 
 class MappedSlots:
-    """The mapped files of one rank: a pool of one buffer (``staging.BufferPool``) and the sink of its data file.
+    """The mapped files of one rank: a pool of one buffer (``staging_pool.BufferPool``) and the sink of its data file.
 
     Args:
         folder: folder of the job on this host.

@@ -17,9 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from unickpt.base.arrays import Ints
 from unickpt.base.errors import ChangedError, UnickptError
 from unickpt.checkpoint.format.casts import TensorCopy, copy_some, divided, samples
 
@@ -54,34 +56,54 @@ class Watch:
     """Notes what tensors are, and finds out whether they are still the same.
 
     Args:
-        sources: the tensors.
+        written: tensors whose counters of writes are compared, each with a name for messages.
+        names: of the tensors in host memory whose values are sampled.
+        spans: address and size in bytes of each of them. int64 ``[names, 2]``.
+        compared: which of them are compared alone, and not copied.
     """
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = sources
-        self._versions = [source.tensor._version for source in sources]
-        self._on_host = [source for source in sources if source.tensor.is_cpu]
-        self._samples = samples([source.tensor for source in self._on_host])
+    def __init__(
+        self,
+        written: Sequence[tuple[str, torch.Tensor]] = (),
+        names: Sequence[str] = (),
+        spans: Ints | None = None,
+        compared: Sequence[bool] = (),
+    ) -> None:
+        self._written, self._names, self._compared = written, names, compared
+        self._spans = np.empty((0, 2), np.int64) if spans is None else spans
+        self._versions = [tensor._version for _, tensor in written]
+        self._samples = samples(self._spans)
+
+    @classmethod
+    def of(cls, sources: Sequence[Source]) -> Watch:
+        """Return the watch of sources."""
+        host = [each for each in sources if each.tensor.is_cpu]
+        spans = np.array([(each.tensor.data_ptr(), each.tensor.nbytes) for each in host], np.int64).reshape(-1, 2)
+        written = [(each.name, each.tensor) for each in sources]
+        return cls(written, [each.name for each in host], spans, [each.compared for each in host])
 
     def check_versions(self) -> None:
         """Raises ChangedError if torch has written to a source."""
-        for source, before in zip(self._sources, self._versions, strict=True):
-            if source.tensor._version != before:
-                raise _changed(source.name, f"torch has written to it {source.tensor._version - before} times")
+        for (name, tensor), before in zip(self._written, self._versions, strict=True):
+            if tensor._version != before:
+                raise _changed(name, f"torch has written to it {tensor._version - before} times")
 
-    def check_samples(self, copies: Mapping[int, torch.Tensor]) -> None:
+    def check_samples(self, copies: Mapping[int, int]) -> None:
         """Raises ChangedError if a copy, or a source that is only compared, is not what the source was at first.
 
         Args:
-            copies: by the address of their source.
+            copies: address of a copy by that of its source.
         """
-        tensors = [each.tensor if each.compared else copies.get(each.tensor.data_ptr(), each.tensor) for each in self._on_host]
-        now = samples(tensors)
+        spans = self._spans.copy()
+        spans[:, 0] = [
+            place if compared else copies.get(place, place)
+            for place, compared in zip(spans[:, 0].tolist(), self._compared, strict=True)
+        ]
+        now = samples(spans)
         if now == self._samples:
             return
         at = next(at for at in range(0, len(now), 8) if now[at : at + 8] != self._samples[at : at + 8])
-        name = self._on_host[at // 8].name
-        raise _changed(name, "its memory has other values, but torch has counted no write (`.data`, NumPy?)")
+        raise _changed(self._names[at // 8], "its memory has other values, but torch has counted no write (`.data`, NumPy?)")
 
 
 def _changed(name: str, how: str) -> ChangedError:
@@ -169,7 +191,7 @@ class LateCopy:
         with self._gate:
             self._settled = True
         _unsettled.discard(self)
-        self._copies, self._watch = (), Watch(())  # what is copied and what waits for it name each other
+        self._copies, self._watch = (), Watch()  # what is copied and what waits for it name each other
         self._place, self._finish, self._order = tuple, _nothing, _nothing
 
     def _compare(self) -> None:
@@ -222,7 +244,7 @@ class LateCopy:
             return
         try:
             if self._error is None:
-                copies = {each.source.data_ptr(): each.target for each in self._copies or ()}
+                copies = {each.source.data_ptr(): each.target.data_ptr() for each in self._copies or ()}
                 self._finish(self._same)
                 self._watch.check_samples(copies)
         except Exception as err:

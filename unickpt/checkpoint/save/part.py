@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from unickpt.base.extensions import COPYING, Built
 from unickpt.base.garbage import collection_paused
+from unickpt.base.installation import build_command
 from unickpt.base.logs import logger
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
@@ -19,7 +21,8 @@ from unickpt.checkpoint.save.failure import save_failure
 from unickpt.checkpoint.save.opening import Opening, refusal
 from unickpt.checkpoint.save.requests import SaveOptions, SaveRequest
 from unickpt.checkpoint.save.shards import Prepared, Shard, prepare, resolve_conditions
-from unickpt.checkpoint.save.staging import BufferPool, Staged, StagingBuffer
+from unickpt.checkpoint.save.staging import Staged, StagingBuffer
+from unickpt.checkpoint.save.staging_pool import BufferPool
 from unickpt.checkpoint.storage.base import Storage
 from unickpt.checkpoint.storage.direct_io import BLOCK_BYTES
 
@@ -93,7 +96,7 @@ class PartBuilder:
     def __init__(self, options: SaveOptions, pool: BufferPool) -> None:
         self._options, self._pool = options, pool
         self._late = options.copy_behind_training and available()
-        self._noted: set[str] = set()
+        self._noted: set[object] = set()
         self._conditional_bytes: int | None = None  # of conditional shards in the last save; None before the first
 
     def describe(
@@ -127,14 +130,24 @@ class PartBuilder:
 
     def _note_at_once(self, reason: str) -> None:
         """Log once why the state is copied before the call returns, although the option asks for later."""
-        if not available():
-            reason = "the extension unickpt.checkpoint.format._casts is not installed"
+        built = COPYING.built
+        if built is Built.OLD and self._options.copy_behind_training and built not in self._noted:
+            self._noted.add(built)
+            logger.warning(
+                "unickpt: the extension %s was built before its code was changed, and lacks a part: %s. Build it again: %s",
+                COPYING.module, COPYING.without, build_command(),
+            )  # fmt: skip
+        elif not available():
+            reason = f"the extension {COPYING.module} is not installed"
         if self._options.copy_behind_training and reason and reason not in self._noted:
             self._noted.add(reason)
             logger.info("unickpt: asynchronous saves copy the state before they return: %s", reason)
 
     def _resolve(self, part: SavePart, prepared: Prepared, *, background: bool, exchange: MessageExchange) -> None:
         """Decide which shards are written. For a background save, copy them if they fit into the budget."""
+        if background and self._left(part, prepared, exchange):
+            return
+        prepared.bind()
         if not background or any(not shard.data.is_cpu for shard in prepared.shards):
             prepared.shards = resolve_conditions(prepared.shards)
         part.shards = prepared.shards
@@ -143,13 +156,23 @@ class PartBuilder:
         certain = staging.size_of([shard for shard in part.shards if shard.unless is None])
         late = self._late and self._conditional_bytes is not None  # the first save shows what is conditional
         wanted = certain + (self._conditional_bytes or 0) if late else certain
-        part.buffer = self._buffer(wanted, exchange)
+        part.buffer = part.buffer or self._buffer(wanted, exchange)
         with collection_paused():
             part.staged = part.buffer.fill(part.shards, late=late) if certain <= part.buffer.capacity_bytes else None
         if part.staged is None:
             prepared.shards = part.shards = resolve_conditions(part.shards)
         elif part.staged.late is None:
             prepared.shards = part.shards = part.staged.shards
+
+    def _left(self, part: SavePart, prepared: Prepared, exchange: MessageExchange) -> bool:
+        """Leave the copy of shards that an earlier save has described to the thread of the save. Return whether it pays."""
+        if prepared.bound is None or not prepared.bound.kept.on_host or not self._late or self._conditional_bytes is None:
+            return False
+        certain = prepared.bound.kept.certain_bytes + staging.size_of(prepared.shards)
+        part.buffer = self._buffer(certain + self._conditional_bytes, exchange)
+        if certain <= part.buffer.capacity_bytes:
+            part.staged = part.buffer.fill_kept(prepared.bound, prepared.shards)
+        return part.staged is not None
 
     def stage(self, part: SavePart, storage: Storage, names: RankFiles, exchange: MessageExchange) -> None:
         """Copy this rank's shards into the budget. Shards beyond the budget are written now, from where they are."""

@@ -33,7 +33,7 @@ from unickpt.checkpoint.save.opening import Opening, announced, differences, ope
 from unickpt.checkpoint.save.part import PartBuilder, SavePart, warn_of_waiting
 from unickpt.checkpoint.save.requests import PendingSave, SaveCounts, SaveOptions, SaveRequest, SaveResult
 from unickpt.checkpoint.save.shutdown import AbandonedSave
-from unickpt.checkpoint.save.staging import BufferPool, StagingPool
+from unickpt.checkpoint.save.staging_pool import BufferPool, StagingPool
 from unickpt.checkpoint.save.task import SaveTask
 from unickpt.checkpoint.save.upload import PendingUpload, Uploader, UploadRequest
 from unickpt.checkpoint.storage.base import Storage, split

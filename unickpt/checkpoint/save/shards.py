@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +18,9 @@ from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.layout import SHARED_PREFIX, SHARED_TENSORS_PREFIX
 from unickpt.checkpoint.format.manifest import OptimizerRecord, Writer
+
+if TYPE_CHECKING:  # it has shards
+    from unickpt.checkpoint.save.kept import BoundShards, Keeper
 
 FRAGMENT_BYTES = 16 << 20  # smaller fragments would give a job of thousands of ranks millions of rows
 _LARGEST_ITEM = 16  # bytes; no dtype has more
@@ -93,6 +97,8 @@ class Contribution:
         aliases, excluded: further names of tied parameters, and names of excluded parameters. Those of all ranks are merged.
             Only one of the ranks with the same parameters needs to give them.
         step, writer, optimizer, objects: state of the job; only those of the coordinator are used.
+        bound: further shards, which an earlier contribution had in ``shards``; or None.
+        keeper: keeps the steady shards for later contributions; or None.
     """
 
     shards: list[Shard]
@@ -109,6 +115,8 @@ class Contribution:
     different: tuple[tuple[str, str], ...] = ()
     replica: tuple[int, str] | None = None
     unsteady: str = ""
+    bound: BoundShards | None = None
+    keeper: Keeper | None = None
 
 
 @dataclass
@@ -121,6 +129,7 @@ class Prepared:
         tensors, step, writer, optimizer, optimizer_part, aliases, excluded, different, replica: as in ``Contribution``.
         objects: the encoded objects of the job.
         notes: on the coordinator, the sentences on differences between ranks for the manifest.
+        bound: shards that are not in ``shards`` yet, or None.
     """
 
     shards: list[Shard]
@@ -135,6 +144,17 @@ class Prepared:
     different: tuple[tuple[str, str], ...] = ()
     replica: tuple[int, str] | None = None
     notes: tuple[str, ...] = ()
+    bound: BoundShards | None = None
+
+    def bind(self) -> None:
+        """Put all shards into ``shards``."""
+        if self.bound is not None:
+            self.shards, self.bound = in_file_order([*self.bound.shards(), *self.shards]), None
+
+
+def in_file_order(shards: Iterable[Shard]) -> list[Shard]:
+    """Return shards in an order that keeps every fragment aligned to its item size."""
+    return sorted(shards, key=lambda shard: (-itemsize_bytes(shard.tensor.dtype), shard.unless is not None))
 
 
 def prepare(contribution: Contribution, rank: int) -> Prepared:
@@ -157,15 +177,16 @@ def prepare(contribution: Contribution, rank: int) -> Prepared:
             cut.append(shard)
         else:
             cut += _cut(shard)
-    shards = cut
-    # keeps every fragment aligned to its item size
-    shards.sort(key=lambda shard: (-itemsize_bytes(shard.tensor.dtype), shard.unless is not None))
+    shards = in_file_order(cut)
+    if contribution.keeper is not None:
+        contribution.keeper.keep(shards)
     # a conditional tensor must be listed even if none of its shards is written
     conditional = [shard.tensor for shard in contribution.shards if shard.unless is not None]
+    conditional += () if contribution.bound is None else contribution.bound.kept.listed
     return Prepared(
         shards, [*contribution.tensors, *conditional, *empty], contribution.step, contribution.writer, contribution.optimizer,
         contribution.optimizer_part, contribution.aliases, contribution.excluded, job.value,
-        contribution.different, contribution.replica,
+        contribution.different, contribution.replica, bound=contribution.bound,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from unickpt.base.errors import ConfigError
+from unickpt.base.installation import build_command
 from unickpt.base.switch import VARIABLE, switch
 from unickpt.cli.doctor.facts import Acting, Facts
 from unickpt.cli.doctor.frameworks import ADAPTERS, Framework
@@ -123,13 +124,18 @@ def _of_acting(known: Acting) -> Iterator[Action]:
         elif each.refused:
             names = ", ".join(f"{hook.name} ({hook.reason})" for hook in each.refused)
             yield Action(Kind.FRAMEWORK, False, f"{each.title}: some functions of unickpt are off: {names}")
-    missing = [each for each in known.extensions if not each.installed]
+    old = [each for each in known.extensions if each.old]
+    if old:
+        does, slower = ", ".join(each.does for each in old), "; ".join(each.without for each in old)
+        text = f"the extension for {does} was built before its code was changed, and lacks a part: {slower}. {build_command()}"
+        yield Action(Kind.EXTENSION, True, text)
+    missing = [each for each in known.extensions if not each.installed and not each.old]
     if missing:
         slower = "; ".join(each.without for each in missing)
         does = ", ".join(each.does for each in missing)
         yield Action(
             Kind.EXTENSION, False,
-            f"no extension for {does}: {slower}. Install a wheel that has them, or a C compiler before the installation",
+            f"no extension for {does}: {slower}. Install a wheel that has them, or a C compiler, and then {build_command()}",
         )  # fmt: skip
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import metadata
 
 from unickpt.base.autoload import asked
+from unickpt.base.extensions import EXTENSIONS, Built
 
 GROUP, NAME, VALUE = "torch.backends", "unickpt", "_unickpt_autoload:arm"
 TORCH_SWITCH, OWN_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD", "UNICKPT_AUTOLOAD"
@@ -38,19 +39,13 @@ class Extension:
         does: what it does, as the key in JSON: ``recording``, ``copying`` or ``reading``.
         installed: whether it is, and this processor has its instructions.
         without: what is slower without it.
+        old: it was built before its code was changed, and lacks functions.
     """
 
     does: str
     installed: bool
     without: str
-
-
-_EXTENSIONS = (
-    ("recording", "unickpt.diagnosis.recording._fast", "a record of a call takes some microseconds"),
-    ("copying", "unickpt.checkpoint.format._casts", "asynchronous saves stop training longer"),
-    ("checksums", "unickpt.checkpoint.format._checksums", "training beside a save is slower"),
-    ("reading", "unickpt.checkpoint.load._checked_read", "loads from memory take longer"),
-)
+    old: bool = False
 
 
 def autoload() -> Autoload:
@@ -66,12 +61,4 @@ def autoload() -> Autoload:
 
 def extensions() -> list[Extension]:
     """Return the extensions. Imports those that are installed, and nothing else: not torch."""
-    return [Extension(does, _usable(module), without) for does, module, without in _EXTENSIONS]
-
-
-def _usable(module: str) -> bool:
-    try:
-        found = import_module(module)
-    except ImportError:
-        return False
-    return bool(getattr(found, "is_fast", lambda: True)())
+    return [Extension(each.does, each.built is Built.READY, each.without, each.built is Built.OLD) for each in EXTENSIONS]

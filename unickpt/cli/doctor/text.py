@@ -53,7 +53,9 @@ def _framework(found: Framework, act: str) -> str:
 
 def _extensions(known: Acting) -> str:
     there = [each.does for each in known.extensions if each.installed]
-    missing = [f"{each.does} ({each.without})" for each in known.extensions if not each.installed]
+    missing = [
+        f"{each.does} ({'built before a change; ' * each.old}{each.without})" for each in known.extensions if not each.installed
+    ]
     return "; ".join([f"{', '.join(there)} in C" if there else "none", *([f"not {', '.join(missing)}"] if missing else [])])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import late_copies
-from unickpt.checkpoint.save.staging import StagingPool
+from unickpt.checkpoint.save.staging_pool import StagingPool
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -15,6 +15,7 @@ def test_no_committed_checkpoint_differs_from_the_state_at_the_call(tmp_path: Pa
     found = late_copies.run(tmp_path, 60, seed)
     assert found.wrong == []
     assert found.committed > 20
+    assert found.reused > 20
     assert found.refused
 
 

@@ -1,0 +1,173 @@
+"""Processor time that the call of an asynchronous save takes in the thread of training, by the number of parameters.
+
+    python -m benchmarks.call_time [--tensors 300 10000] [--frameworks deepspeed torch] [--saves 10] [--out FILE]
+
+One process per row: one rank without a GPU, tiny layers of three parameters each, Adam. DeepSpeed is ZeRO-1 in fp32, torch is
+``save_training`` of a plain module. The first saves, which describe the state, do not count. Processor time of the thread
+(``time.thread_time``) leaves out waits, and what other threads take. It still grows on a machine that is busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import machine, publish
+
+REPO = Path(__file__).resolve().parent.parent
+_BYTES = 16 << 20  # of the parameters and their states together, so that a save copies behind training
+_WARM = 3  # saves that do not count
+_STEPS = 1000  # more parameters: a step after every fifth save
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tensors", nargs="+", type=int, default=[300, 10_000])
+    parser.add_argument("--frameworks", nargs="+", default=["deepspeed", "torch"], choices=("deepspeed", "torch"))
+    parser.add_argument("--saves", type=int, default=10, help="that count")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def model_of(tensors: int) -> Any:
+    """Return a module with about so many parameters, three in a layer, of ``_BYTES`` with the states of Adam."""
+    import torch
+
+    size = max(_BYTES // 12 // tensors, 8)
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.shift, self.rest = (torch.nn.Parameter(torch.rand(size)) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale.mean() + self.shift.mean() + self.rest.mean()
+
+    return torch.nn.Sequential(*(Layer() for _ in range(tensors // 3)))
+
+
+class Job:
+    """A job of one rank. ``step`` trains, ``save`` begins a save, ``finish`` waits for it."""
+
+    def __init__(self, step: Callable[[], Any], save: Callable[[Path], Any], finish: Callable[[], bool]) -> None:
+        self.step, self.save, self.finish = step, save, finish
+
+
+def deepspeed_job(model: Any) -> Job:
+    port = str(29_500 + os.getpid() % 10_000)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    import torch
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 5_000_000},
+        "unickpt": {"enabled": True, "async_save": True},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step() -> None:
+        engine.backward(engine(torch.rand(1)).sum())
+        engine.step()
+
+    def finish() -> bool:
+        engine.checkpoint_engine.saver.finish()
+        return bool(engine.checkpoint_engine.last_save.complete)
+
+    return Job(step, lambda place: engine.save_checkpoint(str(place.parent), tag=place.name), finish)
+
+
+def torch_job(model: Any) -> Job:
+    import torch
+
+    import unickpt
+
+    optimizer, options = torch.optim.AdamW(model.parameters(), foreach=True), unickpt.SaveOptions(asynchronous=True)
+    saves: list[Any] = []
+
+    def step() -> None:
+        model(torch.rand(1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def save(place: Path) -> None:
+        saves.append(unickpt.save_training(model, optimizer, place, step=len(saves), options=options))
+
+    def finish() -> bool:
+        saves[-1].wait()
+        return bool(saves[-1].committed)
+
+    return Job(step, save, finish)
+
+
+def worker(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure one row."""
+    import torch
+
+    torch.set_num_threads(1)
+    sys.setrecursionlimit(100_000)
+    tensors = args.tensors[0]
+    model = model_of(tensors)
+    job = (deepspeed_job if args.frameworks[0] == "deepspeed" else torch_job)(model)
+    job.step()
+    job.step()
+    found: dict[str, list[float]] = {"processor": [], "wall": [], "copy": []}
+    source = torch.rand(_BYTES // 4)
+    target = source.clone()
+    for number in range(_WARM + args.saves):
+        place = Path(args.worker) / f"save{number}"
+        begin, begin_cpu = time.perf_counter(), time.thread_time()
+        job.save(place)
+        cpu, wall = time.thread_time() - begin_cpu, time.perf_counter() - begin
+        assert job.finish(), place
+        shutil.rmtree(place)
+        begin = time.thread_time()
+        target.copy_(source)
+        if number >= _WARM:
+            found["processor"].append(cpu)
+            found["wall"].append(wall)
+            found["copy"].append(time.thread_time() - begin)
+        if tensors <= _STEPS or number % 5 == 0:
+            job.step()
+    return {"parameters": sum(1 for _ in model.parameters()), **found}
+
+
+def main() -> None:
+    args = parse()
+    if args.worker:
+        (Path(args.worker) / "result.json").write_text(json.dumps(worker(args)))
+        return
+    lines = [
+        f"One rank, Adam, {_BYTES >> 20} MiB with states, {args.saves} saves; {machine()}.",
+        "",
+        "| save | parameters | processor time of the call, ms: median, least | memory copy of the state, ms |",
+        "|---|---|---|---|",
+    ]
+    for framework in args.frameworks:
+        for tensors in args.tensors:
+            with tempfile.TemporaryDirectory(prefix="unickpt-call-time") as folder:
+                own = ["--frameworks", framework, "--tensors", str(tensors), "--saves", str(args.saves), "--worker", folder]
+                subprocess.run([sys.executable, "-m", "benchmarks.call_time", *own], cwd=REPO, check=True)
+                data = json.loads((Path(folder) / "result.json").read_text())
+            median, least = (1e3 * of(data["processor"]) for of in (statistics.median, min))
+            copy = 1e3 * statistics.median(data["copy"])
+            lines.append(f"| {framework} | {data['parameters']:,} | {median:.1f}, {least:.1f} | {copy:.1f} |")
+    publish("\n".join(lines) + "\n", args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Shards that one save describes and the next ones use again, while nothing that the description has read is another.
+
+Only places are kept, in tensors of the job that are its *bases*. No view is kept: memory that the job frees is free.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+
+from unickpt.base.arrays import Ints
+from unickpt.checkpoint.format.boxes import Box
+from unickpt.checkpoint.format.tensor_info import TensorInfo
+from unickpt.checkpoint.save.late_copy import Watch
+from unickpt.checkpoint.save.shards import Shard
+
+_dtypes = attrgetter("dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a description has read. ``KeptFacts`` tells whether it would read the same again.
+
+    Attributes:
+        objects: compared by identity.
+        tensors: compared by memory, shape, strides and dtype.
+        shaped: tensors that are compared by shape and dtype alone.
+        values: compared by ``==``.
+    """
+
+    objects: Sequence[Any] = ()
+    tensors: Sequence[torch.Tensor] = ()
+    shaped: Sequence[torch.Tensor] = ()
+    values: tuple[Any, ...] = ()
+
+    def read(self) -> list[Any]:
+        """Return what two facts have in common that are the same."""
+        tensors, shaped = self.tensors, self.shaped
+        return [
+            list(map(id, self.objects)),
+            list(map(torch.Tensor.data_ptr, tensors)), list(map(torch.Tensor.stride, tensors)),
+            list(map(torch.Tensor.size, tensors)), list(map(_dtypes, tensors)),
+            list(map(torch.Tensor.size, shaped)), list(map(_dtypes, shaped)),
+            self.values,
+        ]  # fmt: skip
+
+
+class KeptFacts:
+    """The facts of an earlier description. It holds no object: one that has ended makes all later facts different."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._read = facts.read()
+        self._ended: list[Any] = []
+        every = {id(each): each for each in facts.objects if each is not None}
+        self._references = [weakref.ref(each, self._ended.append) for each in every.values()]
+
+    def fit(self, facts: Facts) -> bool:
+        """Whether a description of these facts would be the same."""
+        return not self._ended and facts.read() == self._read
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Elements of a base: as for ``torch.as_strided``, counted from its first element. All of it if ``size`` is None."""
+
+    base: int
+    offset: int
+    size: tuple[int, ...] | None = None
+    stride: tuple[int, ...] = ()
+
+    def of(self, bases: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
+        """Return the elements. ``bases``: detached, each with its offset in the storage."""
+        base, begin = bases[self.base]
+        return base if self.size is None else base.as_strided(self.size, self.stride, begin + self.offset)
+
+    def renumbered(self, used: Sequence[int]) -> _Place:
+        """Return the same place with a base that is numbered among the used ones, ascending."""
+        return replace(self, base=bisect_left(used, self.base))
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptShard:
+    tensor: TensorInfo
+    box: Box
+    data: _Place
+    unless: _Place | None
+
+    def renumbered(self, used: Sequence[int]) -> _KeptShard:
+        """Return the same with bases that are numbered among the used ones."""
+        found = (
+            None if each is None else replace(each, base=bisect_left(used, each.base)) for each in (self.data, self.unless)
+        )
+        return _KeptShard(self.tensor, self.box, *found)  # type: ignore[arg-type]
+
+
+class KeptShards:
+    """Steady shards without their data, in file order.
+
+    Attributes:
+        names: of the tensors that are copied or compared behind training.
+        compared: which of them are compared alone.
+        certain_bytes: size of the shards without a condition.
+        on_host: all of them are in host memory.
+        listed: tensors that are in the index even if none of their shards is written.
+    """
+
+    def __init__(self, shards: Sequence[_KeptShard], bases: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
+        self._shards, self._numbers = shards, numbers
+        self.on_host = all(base.is_cpu for base in bases)
+        self.listed = [shard.tensor for shard in shards if shard.unless is not None]
+        self.certain_bytes = sum(shard.box.numel * bases[shard.data.base].itemsize for shard in shards if shard.unless is None)
+        self.names: list[str] = []
+        self.compared: list[bool] = []
+        spans: list[tuple[int, int, int]] = []  # base, offset in bytes, size in bytes
+        first: dict[int, str] = {}
+        copied: set[tuple[int, int]] = set()
+        for shard in shards:
+            spans.append(self._watched(shard, shard.data, bases, compared=shard.unless is not None))
+            first.setdefault(shard.data.base, shard.tensor.name)
+            if shard.unless is None:
+                copied.add((shard.data.base, shard.data.offset))
+            elif (shard.unless.base, shard.unless.offset) not in copied:
+                spans.append(self._watched(shard, shard.unless, bases, compared=True))
+                first.setdefault(shard.unless.base, shard.tensor.name)
+        self._first = sorted(first.items())
+        self._spans = np.array(spans, np.int64).reshape(-1, 3)
+
+    def _watched(
+        self, shard: _KeptShard, place: _Place, bases: Sequence[torch.Tensor], *, compared: bool
+    ) -> tuple[int, int, int]:
+        item = bases[place.base].itemsize
+        self.names.append(shard.tensor.name)
+        self.compared.append(compared)
+        return place.base, place.offset * item, shard.box.numel * item
+
+    @classmethod
+    def of(cls, shards: Sequence[Shard], bases: Sequence[torch.Tensor]) -> KeptShards | None:
+        """Return the shards without their data; None if some are not dense, or are not in a base.
+
+        Args:
+            shards: steady, in file order.
+            bases: tensors of the job, such that the shards are views of some of them.
+        """
+        at = {(base.untyped_storage().data_ptr(), base.dtype): number for number, base in enumerate(bases)}
+        several = len(at) < len(bases)
+        found = []
+        for shard in shards:
+            data = _placed(shard.data, bases, at, several=several)
+            unless = None if shard.unless is None else _placed(shard.unless, bases, at, several=several)
+            if data is None or (shard.unless is not None and unless is None) or not shard.steady:
+                return None
+            found.append(_KeptShard(shard.tensor, shard.box, data, unless))
+        used = sorted({place.base for each in found for place in (each.data, each.unless) if place is not None})
+        if any(bases[number].is_inference() or not _dense(bases[number]) for number in used):
+            return None
+        return cls([each.renumbered(used) for each in found], [bases[number] for number in used], used)
+
+    def bases(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the bases of the shards among those that ``of`` was given."""
+        return [tensors[number] for number in self._numbers]
+
+    def shards(self, bases: Sequence[torch.Tensor]) -> list[Shard]:
+        """Return the shards with the data of detached bases."""
+        roots = [(base, int(base.storage_offset())) for base in bases]
+        return [
+            Shard(each.tensor, each.box, each.data.of(roots), None if each.unless is None else each.unless.of(roots), True)
+            for each in self._shards
+        ]
+
+    def boxes(self) -> list[tuple[TensorInfo, Box]]:
+        """Return tensor and box of each shard."""
+        return [(each.tensor, each.box) for each in self._shards]
+
+    def spans(self, bases: Sequence[torch.Tensor]) -> Ints:
+        """Return address and size in bytes of each tensor of ``names``. int64 ``[names, 2]``."""
+        begins = np.array([base.data_ptr() for base in bases], np.int64)
+        return np.stack([begins[self._spans[:, 0]] + self._spans[:, 1], self._spans[:, 2]], axis=1)
+
+    def written(self, bases: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """Return the bases that the shards are in, each with the name of a tensor in it."""
+        return [(name, bases[base]) for base, name in self._first]
+
+
+def _placed(
+    data: torch.Tensor, bases: Sequence[torch.Tensor], at: dict[tuple[int, torch.dtype], int], *, several: bool
+) -> _Place | None:
+    """Return the place of a dense tensor in one of the bases, or None. ``several``: bases share a storage."""
+    if not _dense(data):
+        return None
+    number = at.get((data.untyped_storage().data_ptr(), data.dtype))
+    if number is not None and several and not _within(data, bases[number]):
+        number = next((at for at, base in enumerate(bases) if base.dtype == data.dtype and _within(data, base)), None)
+    if number is None or not _within(data, bases[number]):
+        return None
+    base = bases[number]
+    offset = (data.data_ptr() - base.data_ptr()) // data.itemsize
+    if not offset and data.size() == base.size():
+        return _Place(number, 0)
+    return _Place(number, offset, tuple(data.size()), data.stride())
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """As ``casts.is_dense``, on any device. A complex tensor may become a conjugate one of the same memory."""
+    return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_complex()
+
+
+def _within(data: torch.Tensor, base: torch.Tensor) -> bool:
+    begin = data.data_ptr() - base.data_ptr()
+    return begin >= 0 and begin + data.nbytes <= base.nbytes and begin % data.itemsize == 0
+
+
+@dataclass(frozen=True, slots=True)
+class BoundShards:
+    """Kept shards at the call of a save.
+
+    Attributes:
+        kept: the shards.
+        bases: the tensors that they are in, detached.
+    """
+
+    kept: KeptShards
+    bases: Sequence[torch.Tensor] = field(repr=False)
+
+    @classmethod
+    def of(cls, kept: KeptShards, bases: Sequence[torch.Tensor]) -> BoundShards:
+        """Bind the shards to bases of the job, as for ``KeptShards.of``. Other memory of a base does not change them later."""
+        return cls(kept, list(map(torch.Tensor.detach, kept.bases(bases))))
+
+    def shards(self) -> list[Shard]:
+        """Return the shards with their data."""
+        return self.kept.shards(self.bases)
+
+    def watch(self) -> Watch:
+        """Return the watch of what is copied or compared behind training."""
+        return Watch(self.kept.written(self.bases), self.kept.names, self.kept.spans(self.bases), self.kept.compared)
+
+
+@dataclass
+class Keeper:
+    """Keeps the shards of a contribution for the next one.
+
+    Attributes:
+        bases: the tensors that the steady shards of the contribution are views of; forgotten by ``keep``.
+        kept: the shards, once they are in file order; None if they cannot be kept.
+    """
+
+    bases: Sequence[torch.Tensor]
+    kept: KeptShards | None = None
+
+    def keep(self, shards: Iterable[Shard]) -> None:
+        """Keep the steady shards among those of a contribution, which are in file order."""
+        self.kept, self.bases = KeptShards.of([shard for shard in shards if shard.steady], self.bases), ()
