@@ -81,7 +81,7 @@ def test_the_blocks_of_a_part_are_read_and_no_others(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, fast: bool, dtype: torch.dtype
 ) -> None:
     if not fast:
-        monkeypatch.setattr(checked_read, "_checked_read", None)
+        monkeypatch.setattr(checked_read, "available", lambda: False)
     chosen = random.Random(1)
     boxes = list(BOXES)
     for _ in range(60):
