@@ -16,7 +16,7 @@ CHANGERS = {
     "add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault", "sort",
     "update",
 }  # fmt: skip
-IMMUTABLE = {"Fallback", "SpecifierSet", "ScriptCall", "Offer", "SettingNames", "Hook"}
+IMMUTABLE = {"Fallback", "SpecifierSet", "ScriptCall", "Offer", "SettingNames", "Hook", "TypeVar"}
 ITERATORS = {"itertools.count", "itertools.cycle", "count", "cycle", "iter"}
 RUNTIME = ("edge.py", "RUNTIME")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.jobs.deepspeed.damaged_checkpoints import assert_refused, data, rewrite
 from tests.jobs.deepspeed.scenario_worker import scenario
+from unickpt.checkpoint.format.manifest import FORMAT_VERSION
 
 
 @scenario(2)
@@ -18,7 +19,7 @@ def no_manifest(folder: Path) -> None:
 def manifest_of_a_newer_format(folder: Path) -> None:
     assert_refused(
         folder,
-        "format version 99, this release reads up to 2; upgrade unickpt",
+        f"format version 99, this release reads up to {FORMAT_VERSION}; upgrade unickpt",
         lambda d: rewrite(d, lambda m: m.update(version=99)),
     )
 
