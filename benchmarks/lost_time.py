@@ -178,7 +178,12 @@ def main() -> None:
         worker(args)
         return
     with tempfile.TemporaryDirectory(prefix="unickpt-lost-time", dir=args.folder) as folder:
-        given = [word for word in sys.argv[1:] if not word.startswith("--out")]
+        words = sys.argv[1:]
+        given = [
+            word
+            for before, word in zip(["", *words], words, strict=False)
+            if not word.startswith("--out") and before != "--out"
+        ]
         arguments = ["-m", "benchmarks.lost_time", *given, "--worker", folder]
         done = subprocess.run(command(args.ranks, *arguments), cwd=REPO, env=environment(REPO), check=False)
         result = Path(folder) / "result.json"
