@@ -11,7 +11,8 @@ import pytest
 
 from tests.unit.diagnosis.agent.made import S, call, ring
 from unickpt.diagnosis.detectors.examine import examine
-from unickpt.diagnosis.detectors.verdicts import EndedEarly, OneCallMore, Syndrome, Verdict
+from unickpt.diagnosis.detectors.hints import EndedEarly, OneCallMore
+from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.rank_ranges import progressions

@@ -12,7 +12,9 @@ from unickpt.base.failure_kinds import FailureKind, Remedy
 from unickpt.base.round_folder import Failed
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.failed_jobs import failed_job
-from unickpt.diagnosis.detectors.verdicts import EndsAlike, Helps, Syndrome, Verdict
+from unickpt.diagnosis.detectors.hints import Helps
+from unickpt.diagnosis.detectors.observations import EndsAlike
+from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.reports.verdict_line import parse_line

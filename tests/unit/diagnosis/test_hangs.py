@@ -9,7 +9,8 @@ import pytest
 
 from unickpt.diagnosis.detectors.hangs import FOLLOWED, hangs
 from unickpt.diagnosis.detectors.mismatches import mismatches
-from unickpt.diagnosis.detectors.verdicts import CallVariant, CircularWait, Syndrome, Verdict
+from unickpt.diagnosis.detectors.observations import CallVariant, CircularWait
+from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.snapshot.progress import PROGRESS
 from unickpt.diagnosis.snapshot.snapshot import GroupInfo

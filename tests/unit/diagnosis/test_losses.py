@@ -9,14 +9,10 @@ import numpy as np
 import pytest
 
 from unickpt.diagnosis.detectors.call_order import usual_after
+from unickpt.diagnosis.detectors.hints import AllSlower
 from unickpt.diagnosis.detectors.losses import losses, slower_than_before
-from unickpt.diagnosis.detectors.verdicts import (
-    AllSlower,
-    Cause,
-    LongStepsNowAndThen,
-    RotatingPauses,
-    SlowerThanBefore,
-)
+from unickpt.diagnosis.detectors.observations import LongStepsNowAndThen, RotatingPauses, SlowerThanBefore
+from unickpt.diagnosis.detectors.verdicts import Cause
 from unickpt.diagnosis.snapshot.steps import STEP
 
 MS = 1e6

@@ -13,19 +13,10 @@ import pytest
 from tests.unit.diagnosis.agent.made import S, call, hung, made_up, ring
 from unickpt.diagnosis.detectors.call_order import CallOrder
 from unickpt.diagnosis.detectors.examine import examine
+from unickpt.diagnosis.detectors.hints import CollectTogether, LooksAtNetwork, LooksAtProcess, Matter, OffTrack
+from unickpt.diagnosis.detectors.observations import CallRef
 from unickpt.diagnosis.detectors.places import with_places
-from unickpt.diagnosis.detectors.verdicts import (
-    CallRef,
-    Cause,
-    CollectTogether,
-    LooksAtNetwork,
-    LooksAtProcess,
-    Matter,
-    OffTrack,
-    Reach,
-    Syndrome,
-    Verdict,
-)
+from unickpt.diagnosis.detectors.verdicts import Cause, Reach, Syndrome, Verdict
 from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame

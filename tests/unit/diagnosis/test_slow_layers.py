@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from unickpt.diagnosis.detectors.examine import examine
+from unickpt.diagnosis.detectors.observations import LongSteps, SlowLayers
 from unickpt.diagnosis.detectors.slow_layers import slow_layers
-from unickpt.diagnosis.detectors.verdicts import Cause, LongSteps, SlowLayers, Syndrome
+from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.reports.verdict_text import render
 from unickpt.diagnosis.snapshot.progress import PROGRESS

@@ -12,9 +12,10 @@ import pytest
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.hangs import BEFORE_S, deadline_s
 from unickpt.diagnosis.detectors.medians import grouped_quantiles, medians_of_others, row_medians
+from unickpt.diagnosis.detectors.observations import Direction, LongSteps, SlowTransfers
 from unickpt.diagnosis.detectors.p2p_links import TRANSFER, TransferRows, slow_links
 from unickpt.diagnosis.detectors.stragglers import stragglers
-from unickpt.diagnosis.detectors.verdicts import Cause, Direction, LongSteps, SlowTransfers, Syndrome
+from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.records import RECORD, Flag, Op
 from unickpt.diagnosis.snapshot.progress import PROGRESS

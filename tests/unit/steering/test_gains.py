@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from unickpt.base.errors import FormatError
-from unickpt.diagnosis.detectors.verdicts import LongSteps, Syndrome, Verdict
+from unickpt.diagnosis.detectors.observations import LongSteps
+from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.snapshot.progress import PROGRESS
 from unickpt.diagnosis.snapshot.snapshot import CALL, Snapshot
 from unickpt.diagnosis.snapshot.steps import STEP

@@ -21,18 +21,16 @@ from unickpt.base.errors import ConfigError
 from unickpt.base.options.declared import declarations
 from unickpt.base.options.steering import SteeringOptions, from_rendezvous
 from unickpt.diagnosis.detectors.hangs import BEFORE_S
-from unickpt.diagnosis.detectors.verdicts import (
+from unickpt.diagnosis.detectors.observations import (
     CallRef,
-    Cause,
     DownMember,
     Exited,
     LongSteps,
     LongStepsNowAndThen,
     NotEntered,
     RotatingPauses,
-    Syndrome,
-    Verdict,
 )
+from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome, Verdict
 from unickpt.diagnosis.host.movement import ProcessSample, Traffic, same_place_s, sample, still_s
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame

@@ -9,7 +9,8 @@ from pathlib import Path
 from tests.unit.diagnosis.agent.made import hung
 from unickpt.diagnosis.agent.loop import Look
 from unickpt.diagnosis.detectors.examine import examine
-from unickpt.diagnosis.detectors.verdicts import Baseline, Direction, LongSteps, SlowTransfers, Syndrome, Verdict
+from unickpt.diagnosis.detectors.observations import Baseline, Direction, LongSteps, SlowTransfers
+from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.snapshot.snapshot import Snapshot, take_snapshot
 from unickpt.steering.host.watcher import SlowTimes, report_of

@@ -7,7 +7,9 @@ one side is smaller, it is at fault. Otherwise the order of the calls decides: a
 from __future__ import annotations
 
 from unickpt.diagnosis.detectors.call_order import CallOrder
-from unickpt.diagnosis.detectors.verdicts import CallAlone, EndedEarly, OneCallMore, Syndrome, Verdict
+from unickpt.diagnosis.detectors.hints import EndedEarly, OneCallMore
+from unickpt.diagnosis.detectors.observations import CallAlone
+from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.detectors.waits import Groups, Members, calls_waited_in
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.snapshot.progress import ProgressTable

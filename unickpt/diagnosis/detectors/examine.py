@@ -17,21 +17,11 @@ from unickpt.diagnosis.detectors.failed_jobs import failed_job
 from unickpt.diagnosis.detectors.hangs import deadline_s, hangs
 from unickpt.diagnosis.detectors.mismatches import mismatches
 from unickpt.diagnosis.detectors.next_steps import hint_of
+from unickpt.diagnosis.detectors.observations import CallAlone, CallVariant, DownMember, Exited, NotBegun, SilentLinks
 from unickpt.diagnosis.detectors.places import SLOW, gone_on, hosts_of, waiting_ranks, with_places
 from unickpt.diagnosis.detectors.slowness import slowness
 from unickpt.diagnosis.detectors.tcp_links import LinkHistory, Links, links_of, stuck_links
-from unickpt.diagnosis.detectors.verdicts import (
-    CallAlone,
-    CallVariant,
-    Cause,
-    DownMember,
-    Exited,
-    NotBegun,
-    Reach,
-    SilentLinks,
-    Syndrome,
-    Verdict,
-)
+from unickpt.diagnosis.detectors.verdicts import Cause, Reach, Syndrome, Verdict
 from unickpt.diagnosis.detectors.waits import Groups
 from unickpt.diagnosis.host.process_exits import ASKED, TOGETHER_S, ExitStatus
 from unickpt.diagnosis.host.process_state import State

@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from unickpt.base.failure_kinds import FailureKind, FailureRule, Remedy, rule_for
-from unickpt.diagnosis.detectors.verdicts import EndsAlike, Helps, Syndrome, Verdict
+from unickpt.diagnosis.detectors.hints import Helps
+from unickpt.diagnosis.detectors.observations import EndsAlike
+from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.host.process_exits import ASKED, TOGETHER_S, ExitStatus
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.snapshot.snapshot import RankSnapshot, Snapshot

@@ -25,7 +25,8 @@ import numpy.typing as npt
 
 from unickpt.diagnosis.detectors.medians import grouped_quantiles
 from unickpt.diagnosis.detectors.mismatches import mismatches
-from unickpt.diagnosis.detectors.verdicts import CircularWait, NotEntered, Syndrome, Unfinished, Verdict
+from unickpt.diagnosis.detectors.observations import CircularWait, NotEntered, Unfinished
+from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.detectors.waits import Groups, Members, PendingCall, calls_waited_in, group_of
 from unickpt.diagnosis.snapshot.progress import ProgressTable
 from unickpt.diagnosis.snapshot.steps import StepRows

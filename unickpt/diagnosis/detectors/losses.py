@@ -18,17 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from unickpt.base.arrays import Floats
+from unickpt.diagnosis.detectors.hints import AllSlower
 from unickpt.diagnosis.detectors.medians import medians_of_others, row_medians
+from unickpt.diagnosis.detectors.observations import LongStepsNowAndThen, RotatingPauses, SlowerThanBefore
 from unickpt.diagnosis.detectors.stragglers import at_least
-from unickpt.diagnosis.detectors.verdicts import (
-    AllSlower,
-    Cause,
-    LongStepsNowAndThen,
-    RotatingPauses,
-    SlowerThanBefore,
-    Syndrome,
-    Verdict,
-)
+from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome, Verdict
 from unickpt.diagnosis.snapshot.steps import StepRows
 
 OVER, LONGER = 64, 256  # newest steps that are compared: first, and where nothing is found in them

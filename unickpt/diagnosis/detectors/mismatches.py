@@ -7,7 +7,8 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
-from unickpt.diagnosis.detectors.verdicts import CallVariant, Syndrome, Verdict
+from unickpt.diagnosis.detectors.observations import CallVariant
+from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.detectors.waits import Groups, group_of
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.snapshot.progress import ProgressTable

@@ -6,28 +6,28 @@ import dataclasses
 from collections.abc import Sequence
 
 from unickpt.diagnosis.detectors.call_order import CallOrder
-from unickpt.diagnosis.detectors.verdicts import (
-    CallRef,
-    CallVariant,
-    Cause,
-    CircularWait,
+from unickpt.diagnosis.detectors.hints import (
     CollectTogether,
-    CpuStarvation,
-    DownMember,
-    Exited,
     Hint,
-    LongStepsNowAndThen,
     LooksAtNetwork,
     LooksAtProcess,
     Matter,
-    NotBegun,
     OffTrack,
     OtherOrder,
-    RotatingPauses,
     SameSideFirst,
-    Syndrome,
-    Verdict,
 )
+from unickpt.diagnosis.detectors.observations import (
+    CallRef,
+    CallVariant,
+    CircularWait,
+    CpuStarvation,
+    DownMember,
+    Exited,
+    LongStepsNowAndThen,
+    NotBegun,
+    RotatingPauses,
+)
+from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome, Verdict
 from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.snapshot.snapshot import Snapshot

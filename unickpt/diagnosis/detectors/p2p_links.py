@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from unickpt.base.arrays import Floats, Ints
 from unickpt.diagnosis.detectors.medians import grouped_quantiles, medians_of_others
-from unickpt.diagnosis.detectors.verdicts import Baseline, Direction, SlowTransfers, Syndrome, Verdict
+from unickpt.diagnosis.detectors.observations import Baseline, Direction, SlowTransfers
+from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.snapshot.snapshot import Calls
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from unickpt.diagnosis.detectors.verdicts import CallAlone, CallVariant, CircularWait, RankPlaces, Syndrome, Unfinished, Verdict
+from unickpt.diagnosis.detectors.observations import CallAlone, CallVariant, CircularWait, Unfinished
+from unickpt.diagnosis.detectors.verdicts import RankPlaces, Syndrome, Verdict
 from unickpt.diagnosis.host.stack_dumps import Frame, place_of
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.snapshot.snapshot import Snapshot

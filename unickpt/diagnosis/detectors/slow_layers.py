@@ -18,8 +18,9 @@ import dataclasses
 
 import numpy as np
 
+from unickpt.diagnosis.detectors.observations import SlowLayers
 from unickpt.diagnosis.detectors.stragglers import peers_known, stragglers
-from unickpt.diagnosis.detectors.verdicts import Cause, SlowLayers, Syndrome, Verdict
+from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome, Verdict
 from unickpt.diagnosis.snapshot.snapshot import LayerSample, Snapshot
 from unickpt.diagnosis.snapshot.steps import StepRows
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from unickpt.diagnosis.detectors.losses import losses, slower_than_before
+from unickpt.diagnosis.detectors.observations import CpuStarvation, RotatingPauses
 from unickpt.diagnosis.detectors.p2p_links import slow_links, transfers_of
 from unickpt.diagnosis.detectors.slow_layers import slow_layers
 from unickpt.diagnosis.detectors.stragglers import stragglers
 from unickpt.diagnosis.detectors.tcp_links import LinkHistory, Links
-from unickpt.diagnosis.detectors.verdicts import Cause, CpuStarvation, RotatingPauses, Syndrome, Verdict
+from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome, Verdict
 from unickpt.diagnosis.snapshot.snapshot import WARM_UP, Snapshot
 
 STARVED, CROWDED_FOR_NS = 0.5, 5_000_000_000  # share of time, and time, without a processor: slow for that reason alone

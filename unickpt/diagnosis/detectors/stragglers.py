@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from unickpt.base.arrays import Floats
 from unickpt.diagnosis.detectors.medians import medians_of_others, row_medians
-from unickpt.diagnosis.detectors.verdicts import Cause, LongSteps, Syndrome, Verdict
+from unickpt.diagnosis.detectors.observations import LongSteps
+from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome, Verdict
 from unickpt.diagnosis.snapshot.steps import StepRows
 
 SMALLEST_NS = 2_000_000.0  # smallest excess to report, whatever the step takes

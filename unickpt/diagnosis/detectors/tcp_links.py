@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.diagnosis.detectors.observations import Baseline
 from unickpt.diagnosis.detectors.p2p_links import by_sides
-from unickpt.diagnosis.detectors.verdicts import Baseline, Verdict
+from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.snapshot.tcp_windows import Windows
 
 LINK = np.dtype(

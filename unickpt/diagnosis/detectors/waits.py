@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from unickpt.diagnosis.detectors.verdicts import CallRef
+from unickpt.diagnosis.detectors.observations import CallRef
 from unickpt.diagnosis.recording.records import ITEMSIZES, Op
 from unickpt.diagnosis.snapshot.progress import ProgressTable
 from unickpt.diagnosis.snapshot.snapshot import GroupInfo

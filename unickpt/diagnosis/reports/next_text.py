@@ -6,9 +6,8 @@ import shlex
 from collections.abc import Sequence
 
 from unickpt.base.failure_kinds import FailureKind, Remedy
-from unickpt.diagnosis.detectors.verdicts import (
+from unickpt.diagnosis.detectors.hints import (
     AllSlower,
-    CallRef,
     CollectTogether,
     EndedEarly,
     Helps,
@@ -19,8 +18,9 @@ from unickpt.diagnosis.detectors.verdicts import (
     OneCallMore,
     OtherOrder,
     SameSideFirst,
-    Verdict,
 )
+from unickpt.diagnosis.detectors.observations import CallRef
+from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.reports.wording import counted, has_or_have
 

@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unickpt.base.errors import FormatError
-from unickpt.diagnosis.detectors.verdicts import Cause, EndsAlike, Helps, Syndrome, Verdict
+from unickpt.diagnosis.detectors.hints import Helps
+from unickpt.diagnosis.detectors.observations import EndsAlike
+from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome, Verdict
 from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.recording.rank_ranges import axis_of, checked_progressions, expanded, members, progressions

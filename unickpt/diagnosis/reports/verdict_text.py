@@ -10,13 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unickpt.diagnosis.detectors.places import ranks_at
-from unickpt.diagnosis.detectors.slowness import starved_ranks
-from unickpt.diagnosis.detectors.verdicts import (
+from unickpt.diagnosis.detectors.observations import (
     Baseline,
     CallAlone,
     CallVariant,
-    Cause,
     CircularWait,
     CpuStarvation,
     Direction,
@@ -28,16 +25,16 @@ from unickpt.diagnosis.detectors.verdicts import (
     LongStepsNowAndThen,
     NotBegun,
     NotEntered,
-    RankPlaces,
     RotatingPauses,
     SilentLinks,
     SlowerThanBefore,
     SlowLayers,
     SlowTransfers,
-    Syndrome,
     Unfinished,
-    Verdict,
 )
+from unickpt.diagnosis.detectors.places import ranks_at
+from unickpt.diagnosis.detectors.slowness import starved_ranks
+from unickpt.diagnosis.detectors.verdicts import Cause, RankPlaces, Syndrome, Verdict
 from unickpt.diagnosis.detectors.waits import PendingCall, calls_waited_in
 from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.process_state import State

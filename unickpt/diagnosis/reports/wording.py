@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unickpt.diagnosis.detectors.verdicts import CallRef
+from unickpt.diagnosis.detectors.observations import CallRef
 from unickpt.diagnosis.snapshot.snapshot import GroupInfo
 
 MOST_NAMED = 8  # ranks in a list

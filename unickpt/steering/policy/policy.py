@@ -11,17 +11,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from unickpt.base.options.steering import SteeringOptions
-from unickpt.diagnosis.detectors.verdicts import (
-    Cause,
+from unickpt.diagnosis.detectors.observations import (
     DownMember,
     Exited,
     LongSteps,
     LongStepsNowAndThen,
     RotatingPauses,
     SlowerThanBefore,
-    Syndrome,
-    Verdict,
 )
+from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome, Verdict
 from unickpt.diagnosis.host.process_state import State
 from unickpt.steering.state.membership import JobPhase, Membership
 from unickpt.steering.state.orders import Action, Order

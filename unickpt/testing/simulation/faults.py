@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from unickpt.base.arrays import Floats
 from unickpt.diagnosis.detectors.hangs import deadline_s, hangs
+from unickpt.diagnosis.detectors.observations import Direction, SlowTransfers
 from unickpt.diagnosis.detectors.p2p_links import TransferRows, slow_links
 from unickpt.diagnosis.detectors.stragglers import stragglers
-from unickpt.diagnosis.detectors.verdicts import Cause, Direction, SlowTransfers, Syndrome, Verdict
+from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome, Verdict
 from unickpt.diagnosis.detectors.waits import Groups, Members
 from unickpt.diagnosis.snapshot.progress import ProgressTable
 from unickpt.diagnosis.snapshot.steps import StepRows
