@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from unickpt.api.growth import GrownModel, grow_checkpoint, upcycle_checkpoint
     from unickpt.api.loading import Loaded
     from unickpt.api.planning import plan_bits
+    from unickpt.api.preemption import Preemption
     from unickpt.api.state import LocalShard
     from unickpt.api.timing import phase, time_collectives
     from unickpt.api.training import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -60,6 +61,7 @@ _MODULES = {
     "unickpt.api.conversion": ("Export", "convert_checkpoint", "export_checkpoint"),
     "unickpt.api.growth": ("GrownModel", "grow_checkpoint", "upcycle_checkpoint"),
     "unickpt.api.planning": ("plan_bits",),
+    "unickpt.api.preemption": ("Preemption",),
     "unickpt.api.state": ("LocalShard",),
     "unickpt.api.timing": ("phase", "time_collectives"),
     "unickpt.api.loading": ("Loaded",),
@@ -107,6 +109,7 @@ __all__ = [
     "MismatchError",
     "NewerFormatError",
     "NotACheckpointError",
+    "Preemption",
     "ReshardableLoader",
     "Retention",
     "SaveFailedError",

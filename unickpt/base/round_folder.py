@@ -22,6 +22,7 @@ ROUND = "UNICKPT_ROUND"  # term of the leader and number of the round, as in 1.3
 COMMITS, _LONGEST = "commits", 32
 ENDED, _LONGEST_ENDED = "ended", 1 << 20
 FAILED, _LONGEST_FAILED = "failed", 8192
+STOPPING, _LONGEST_STOPPING = "stopping", 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,16 @@ def read_ended(folder: Path) -> frozenset[int]:
     return frozenset(int(word) for word in words if word.isascii() and word.isdigit())
 
 
+def note_stopping(folder: Path, reason: str) -> None:
+    """Tell the workers of this host that their round ends for a reason that leaves no common step boundary. Never raises."""
+    _replace(folder / STOPPING, reason[:_LONGEST_STOPPING])
+
+
+def read_stopping(folder: Path) -> str:
+    """Return why the workers must not wait for one another at the end of their round; '' if they may."""
+    return read_text(folder / STOPPING, _LONGEST_STOPPING)
+
+
 def note_failure(folder: Path, rank: int, failed: Failed) -> None:
     """Note the exception that ends a worker. Never raises."""
     entry = {**asdict(failed), "kind": failed.kind.value, "remedy": failed.remedy.value}
@@ -123,7 +134,7 @@ def ends_of_job(rank: int, world: int) -> Callable[[], frozenset[int]]:
 def remove_note(folder: Path) -> None:
     """Remove what the workers and the agent have noted. Never raises."""
     with contextlib.suppress(OSError):
-        for path in [folder / COMMITS, folder / ENDED, *folder.glob(f"{FAILED}*")]:
+        for path in [folder / COMMITS, folder / ENDED, folder / STOPPING, *folder.glob(f"{FAILED}*")]:
             path.unlink(missing_ok=True)
 
 

@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -36,7 +37,7 @@ from unickpt.base.left_workers import AGENT, LeftWorker, WorkerRecord, digest_of
 from unickpt.base.logs import logger, make_visible, printable
 from unickpt.base.options.steering import SteeringOptions, from_rendezvous
 from unickpt.base.private_files import SHARED_MEMORY
-from unickpt.base.round_folder import RINGS, ROUND, RUN_ID
+from unickpt.base.round_folder import RINGS, ROUND, RUN_ID, note_stopping
 from unickpt.checkpoint.fence import FENCE
 from unickpt.steering.agent.end_signal import EndSignal
 from unickpt.steering.agent.peer import Peer
@@ -61,6 +62,7 @@ from unickpt.steering.state.membership import (
     Standing,
     WorkerFailed,
     WorkersEnded,
+    leaves_no_boundary,
     must_stop,
     rank_in_round,
     standing,
@@ -181,7 +183,7 @@ class SteeringHandler(RendezvousHandler):
         self._commits = ((0, 0), 0)  # round, and its commits that the leader knows of
         self._ends = ""  # signal that tells this agent to end
         self._signal = EndSignal(self._told_to_end)
-        atexit.register(self._leave, Left(peer.name, peer.incarnation))
+        atexit.register(self._end_as_told)
 
     def get_backend(self) -> str:
         """See base class."""
@@ -219,6 +221,9 @@ class SteeringHandler(RendezvousHandler):
                 if self._workers is not None:
                     self._workers.look()  # before torchrun stops the workers, which may then wait for a save
                 orders = [order for order in state.orders if order.epoch == self._epoch]
+                hopeless, folder = leaves_no_boundary(state, orders), os.environ.get(RINGS, "")
+                if hopeless and folder:
+                    note_stopping(Path(folder), hopeless)  # before torchrun sends SIGTERM
                 self._agent.end(last_look=not orders)  # an order has its verdict, and what is killed for it needs none
                 blamed = {rank for order in orders for rank in order.ranks}
                 killed = [*kill_stopped_workers(), *kill_workers_of_ranks(blamed)]
@@ -253,8 +258,21 @@ class SteeringHandler(RendezvousHandler):
         )
         self._peer.say(Leaving(*self._who, name))
 
+    def _end_as_told(self) -> None:
+        """Leave at the end of the process, and end by the signal that torchrun has received.
+
+        Schedulers and scripts then see its exit code, 143 for SIGTERM, and not that of an error.
+        """
+        self._leave(Left(*self._who))
+        number = signal.Signals[self._ends] if self._ends else None
+        if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
     def _leave(self, event: Left) -> bool:
-        atexit.unregister(self._leave)
+        atexit.unregister(self._end_as_told)
         self._signal.close()
         self._end_watch()
         self._agent.close()

@@ -93,6 +93,28 @@ def test_a_spare_takes_the_place_of_a_host_that_is_told_to_end(job: Agents) -> N
     job.finish()
 
 
+@pytest.mark.parametrize("job", [("1:2",)], ids=["1:2"], indirect=True)
+def test_all_ranks_save_one_step_when_a_host_is_told_to_end(job: Agents) -> None:
+    """The other host goes on from that step, and ends as told in its turn."""
+    job.program[0] = str(Path(__file__).parents[2] / "jobs/steering/stopping_worker.py")
+    for name in ("n1", "n2"):
+        job.start(name)
+    first = job.round("", world=2)
+    told_s = time.time()
+    leaving = job.running.pop("n2")
+    leaving.send_signal(signal.SIGTERM)
+    second = job.round(first[0].round, world=1)
+    assert leaving.wait(30) == -signal.SIGTERM, "the exit code of a job that is told to end"
+    ends = [line.split() for line in (job.folder / "ends").read_text().splitlines()]
+    assert [(end[0], end[2]) for end in ends] == [(first[0].round, "2")] * 2
+    assert {end[3] for end in ends} == {str(second[0].step)}, "both ranks have saved the step from which the job goes on"
+    assert max(float(end[5]) for end in ends) - told_s < 5.0 or os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
+    said = job.text()
+    assert "has received SIGTERM: all ranks save at the same step boundary, and end with exit code 143" in said
+    assert "attempts left" not in said, "no restart is used up"
+    job.finish()
+
+
 @pytest.mark.parametrize("job", [("1:2", 8)], ids=["1:2"], indirect=True)
 def test_a_healthy_run_goes_on_while_the_leader_is_silent(job: Agents) -> None:
     """The agent of n1 is stopped, not its workers. n2 cannot know whether n1 has ended, so it must not go on alone."""

@@ -6,7 +6,8 @@ holds for uploads; their local checkpoint is complete in any case.
 A normal exit and an uncaught exception run ``finish_all``. SIGTERM (preemption) ends a process at once by default.
 If no other code handles it, a thread of this module receives it, waits for the save, and then raises it again with
 its default effect. Python runs signal handlers in the main thread, which may be blocked in a collective. The thread
-therefore reads ``signal.set_wakeup_fd``, which Python writes to immediately.
+therefore reads ``signal.set_wakeup_fd``, which Python writes to immediately. A training whose ranks stop together
+(``unickpt.checkpoint.stopping``) takes the signal over.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from unickpt.base.logs import logger
@@ -71,7 +72,9 @@ _savers: weakref.WeakKeyDictionary[GuardedSaver, None] = weakref.WeakKeyDictiona
 _lock = threading.Lock()
 _installed = False
 _listening = False
+_woken = False  # whether the thread reads this process's signals
 _ending = ""
+_taker: Callable[[], None] | None = None  # called at SIGTERM in place of the end of the process
 
 
 def guard(saver: GuardedSaver) -> None:
@@ -91,6 +94,35 @@ def guard(saver: GuardedSaver) -> None:
 def ending_signal() -> str:
     """Return ``SIGTERM`` if this module has received it, after which no new save begins; otherwise ''."""
     return _ending
+
+
+def take_over(taker: Callable[[], None]) -> bool:
+    """Call a function at each SIGTERM in place of the end of this process, also where other code has handled the signal.
+
+    It is called in another thread, or, if other code reads the signals of this process, in the main thread between two
+    instructions, where it must not take a lock that the main thread may hold.
+
+    Returns:
+        False outside of the main thread, where Python sets no handler.
+    """
+    global _taker, _listening
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    with _lock:
+        _taker, _listening = taker, True
+        if _woken or _wake():
+            signal.signal(signal.SIGTERM, _ignore_signal)
+        else:
+            signal.signal(signal.SIGTERM, lambda *_: taker())
+    return True
+
+
+def end_by_signal() -> None:
+    """End this process as SIGTERM does: pending saves are finished within their grace, and no new save begins."""
+    global _ending
+    _ending = "SIGTERM"
+    _finish("SIGTERM", time.monotonic())
+    _die()
 
 
 def wait_for_end() -> None:
@@ -116,8 +148,8 @@ def _at_exit() -> None:
 
 def _reset_in_child() -> None:
     """Reset the state in a forked child, such as a worker of a data loader: saves and signals belong to the parent."""
-    global _ending, _listening, _lock
-    _lock, _listening, _ending = threading.Lock(), False, ""
+    global _ending, _listening, _lock, _taker, _woken
+    _lock, _listening, _ending, _taker, _woken = threading.Lock(), False, "", None, False
     _savers.clear()
     if signal.getsignal(signal.SIGTERM) is _ignore_signal:
         signal.set_wakeup_fd(-1)  # the descriptor belongs to the thread of the parent
@@ -208,14 +240,22 @@ def _listen() -> None:
     """Start the thread that handles SIGTERM, unless other code handles the signal."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
+    if _wake():
+        signal.signal(signal.SIGTERM, _ignore_signal)
+
+
+def _wake() -> bool:
+    """Start the thread that reads the signals of this process. Return False if other code reads them, such as asyncio."""
+    global _woken
     receiving, sending = socket.socketpair()
     sending.setblocking(False)
     before = signal.set_wakeup_fd(sending.fileno(), warn_on_full_buffer=False)
-    if before != -1:  # other code uses it, such as asyncio
+    if before != -1:
         signal.set_wakeup_fd(before)
-        return
-    signal.signal(signal.SIGTERM, _ignore_signal)
+        return False
     threading.Thread(target=_terminate, args=(receiving, sending, os.getpid()), name="unickpt-sigterm", daemon=True).start()
+    _woken = True
+    return True
 
 
 def _ignore_signal(*_: object) -> None:
@@ -228,10 +268,15 @@ def _terminate(receiving: socket.socket, sending: socket.socket, process: int) -
         if not received:
             return
         if signal.SIGTERM in received and signal.getsignal(signal.SIGTERM) is _ignore_signal and os.getpid() == process:
-            global _ending
-            _ending = "SIGTERM"
-            _finish("SIGTERM", time.monotonic())
+            if _taker is not None:
+                _taker()
+                continue
+            end_by_signal()
             sending.close()
-            ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # signal.signal works only in the main thread
-            os.kill(process, signal.SIGTERM)
             return
+
+
+def _die() -> None:
+    """End this process by SIGTERM with its default effect. ``signal.signal`` works only in the main thread."""
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -23,7 +23,7 @@ from unickpt.diagnosis.detectors.slowness import slowness
 from unickpt.diagnosis.detectors.tcp_links import LinkHistory, Links, links_of, stuck_links
 from unickpt.diagnosis.detectors.verdicts import Cause, Reach, Syndrome, Verdict
 from unickpt.diagnosis.detectors.waits import Groups
-from unickpt.diagnosis.host.process_exits import ASKED, TOGETHER_S, ExitStatus
+from unickpt.diagnosis.host.process_exits import TOGETHER_S, ExitStatus
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.records import ITEMSIZES, Phase
 from unickpt.diagnosis.snapshot.progress import PROGRESS, ProgressTable
@@ -230,7 +230,7 @@ def _died_first(snapshot: Snapshot) -> frozenset[int]:
     earliest = min((died[rank] for rank in by_itself), default=0)
     by_itself = {rank for rank in by_itself if died[rank] - earliest < AT_ONCE_NS}
     if len(died) == len(snapshot.ranks) and max(died.values(), default=0) - first < TOGETHER_NS:
-        asked = any((status := snapshot.ranks[rank].exit) is not None and status.signal in ASKED for rank in died)
+        asked = any((status := snapshot.ranks[rank].exit) is not None and status.asked for rank in died)
         followed = any(snapshot.ranks[rank].failed for rank in died) and not any(
             snapshot.ranks[rank].failed for rank in by_itself
         )
@@ -251,7 +251,7 @@ def _crashed(snapshot: Snapshot, died: frozenset[int]) -> list[Verdict]:
 
 def _unasked(status: ExitStatus | None) -> bool:
     """Return whether a process is known to have ended by itself."""
-    return status is not None and status.signal not in ASKED
+    return status is not None and not status.asked
 
 
 def _by_state(verdict: Verdict, snapshot: Snapshot) -> Verdict:

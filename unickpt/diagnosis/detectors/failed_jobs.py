@@ -9,7 +9,7 @@ from unickpt.base.failure_kinds import FailureKind, FailureRule, Remedy, rule_fo
 from unickpt.diagnosis.detectors.hints import Helps
 from unickpt.diagnosis.detectors.observations import EndsAlike
 from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
-from unickpt.diagnosis.host.process_exits import ASKED, TOGETHER_S, ExitStatus
+from unickpt.diagnosis.host.process_exits import TOGETHER_S, ExitStatus
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.snapshot.snapshot import RankSnapshot, Snapshot
 
@@ -68,8 +68,8 @@ def _rule(one: RankSnapshot) -> FailureRule | None:
         return FailureRule("", "", FailureKind.UNKNOWN, Remedy.RESTART) if one.raised else None
     if status.sound:
         return None
-    if status.signal:
-        return rule_for((status.signal_name,), "")
+    if status.signal or status.asked:
+        return rule_for((status.signal_name or "SIGTERM",), "")
     return FailureRule("", "", FailureKind.CONNECTION if one.failed else FailureKind.UNKNOWN, Remedy.RESTART)
 
 
@@ -91,7 +91,7 @@ def _alike(ranks: Mapping[int, RankSnapshot], at_ns: Mapping[int, int], cause: i
     ends = [
         EndsAlike(
             tuple(sorted(alike)), status, error, _text(ranks[alike[0]]), at_ns[alike[0]],
-            status is not None and status.signal in ASKED,
+            status is not None and status.asked,
         )
         for (_, status, error, _), alike in found.items()
     ]  # fmt: skip

@@ -49,6 +49,11 @@ class ExitStatus:
         return not self.signal and not self.code
 
     @property
+    def asked(self) -> bool:
+        """Whether the process was asked to end: by a signal, or it says so by the exit code that a shell shows for one."""
+        return (self.signal or self.code - 128) in ASKED
+
+    @property
     def signal_name(self) -> str:
         """``SIGKILL``; '' if the process exited."""
         try:

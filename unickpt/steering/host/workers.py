@@ -124,7 +124,7 @@ class EndedWorkers:
         )
         for at_ns, rank, pid in ends:
             status = self._exits.known[pid].status
-            if status is None or status.signal or status.sound:
+            if status is None or status.signal or status.sound or status.asked:
                 continue
             noted = None if self._folder is None else read_failure(self._folder, rank)
             if noted is not None:

@@ -14,7 +14,7 @@ All times are seconds on the leader's monotonic clock.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from unickpt.steering.state.kinds import Ending as Ending
@@ -453,6 +453,16 @@ def must_stop(state: Membership, epoch: tuple[int, int]) -> bool:
     if state.closed:
         return True
     return state.round.epoch != epoch or state.phase is not JobPhase.RUNNING
+
+
+def leaves_no_boundary(state: Membership, orders: Iterable[GivenOrder]) -> str:
+    """Return why the workers of a round that is over cannot save together at a step boundary; '' if they can.
+
+    They can if all of them work: a host is told to end, is parked by a person, or more hosts join.
+    """
+    blamed = next((order.text for order in orders if order.ranks), "")
+    sound = state.ending in (Ending.LEAVING, Ending.JOINED, Ending.PARKED)
+    return blamed or state.closed or ("" if sound else state.reason)
 
 
 def fruitful(state: Membership, now_s: float) -> bool:
