@@ -39,7 +39,8 @@ def places_of(packages: Sequence[str]) -> list[str]:
     for name in packages:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.origin is not None:
-            place = os.path.abspath(Path(spec.origin).parent.parent)
+            inside = Path(spec.origin).parent
+            place = os.path.abspath(inside.parent if spec.submodule_search_locations is not None else inside)
             if place not in found:
                 found.append(place)
     return found

@@ -19,11 +19,12 @@ from unickpt.diagnosis.agent.server import fetch
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.places import MOST
 from unickpt.diagnosis.detectors.verdicts import Reach, Verdict
+from unickpt.diagnosis.hardware.kept import kept
 from unickpt.diagnosis.host.process_exits import read_exits
 from unickpt.diagnosis.recording.ring_folder import described, has_living, own_jobs, read_folder
 from unickpt.diagnosis.reports.host_folders import placed
-from unickpt.diagnosis.reports.verdict_line import clock_time
 from unickpt.diagnosis.reports.verdict_text import as_json, pending, render_all, render_waits
+from unickpt.diagnosis.reports.wording import clock_time
 from unickpt.diagnosis.snapshot.clocks import on_one_clock
 from unickpt.diagnosis.snapshot.snapshot import KEPT_STEPS, Snapshot, take_snapshot
 from unickpt.diagnosis.snapshot.stacks import with_stacks
@@ -47,7 +48,8 @@ def _seen_from(place: str) -> Snapshot:
     if "://" not in place and Path(place).name == ADDRESS and Path(place).is_file():
         place = read_address(Path(place).parent)
     if "://" not in place:
-        return take_snapshot(read_folder(Path(place)), exits=read_exits(Path(place)), newest_steps=KEPT_STEPS)
+        job, exits = read_folder(Path(place)), read_exits(Path(place))
+        return take_snapshot(job, exits=exits, newest_steps=KEPT_STEPS, hardware=kept(Path(place)))
     try:
         return fetch(place)
     except OSError as err:

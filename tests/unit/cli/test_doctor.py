@@ -114,7 +114,7 @@ REFUSED = replace(
     hooks=(ExaminedHook("load", "megatron.core", Role.NEEDED, "refused", "has changed"),),
 )
 ACTING = Acting((DEEPSPEED,), Autoload(True, ""), (Extension("copying", True, ""),))
-MACHINE = Machine("Linux", 8 << 30, 4 << 30, None, 64 << 30, Clock("tsc", True, 0.5), "")
+MACHINE = Machine("Linux", 8 << 30, 4 << 30, None, 64 << 30, Clock("tsc", True, 0.5), "", {"kernel log": True, "NVML": False})
 TORCH = {
     "torch": "2.13.0",
     "armed": True,
@@ -181,6 +181,7 @@ PLACE = {
         ({"place": {**PLACE, "filesystem": "overlay"}}, Kind.STORAGE, False),
         ({"machine": replace(MACHINE, shared_bytes=64 << 20)}, Kind.SHARED_MEMORY, False),
         ({"machine": replace(MACHINE, clock=Clock("tsc", False, None))}, Kind.CLOCK, False),
+        ({"machine": replace(MACHINE, driver="NVRM", told={"network": True, "NVML": False})}, Kind.HARDWARE, False),
     ],
 )
 def test_what_is_wrong_is_one_action_and_told_in_the_text(changes: dict[str, Any], kind: Kind, needed: bool) -> None:

@@ -18,8 +18,9 @@ from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.recording.rank_ranges import MOST_RANKS
 from unickpt.diagnosis.recording.records import Op
-from unickpt.diagnosis.reports.verdict_line import RankList, VerdictLine, clock_time
+from unickpt.diagnosis.reports.verdict_line import RankList, VerdictLine
 from unickpt.diagnosis.reports.verdict_text import counted
+from unickpt.diagnosis.reports.wording import clock_time
 from unickpt.diagnosis.snapshot.snapshot import GroupInfo
 
 HANG = Verdict(

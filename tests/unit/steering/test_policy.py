@@ -21,6 +21,7 @@ from unickpt.base.errors import ConfigError
 from unickpt.base.options.declared import declarations
 from unickpt.base.options.steering import SteeringOptions, from_rendezvous
 from unickpt.diagnosis.detectors.hangs import BEFORE_S
+from unickpt.diagnosis.detectors.hardware import Weight
 from unickpt.diagnosis.detectors.observations import (
     CallRef,
     DownMember,
@@ -40,6 +41,7 @@ from unickpt.diagnosis.snapshot.snapshot import GroupInfo
 from unickpt.steering.policy.policy import Fault, Finding, History, Row, decide, finding_of
 from unickpt.steering.state.hosts import host_rows, table
 from unickpt.steering.state.membership import (
+    NEVER_S,
     JobPhase,
     Joined,
     Membership,
@@ -77,6 +79,10 @@ ROWS: list[tuple[Row, Finding, Membership, SteeringOptions, History, Order]] = [
     (Row.DEAD_OUT, found(Fault.DEAD, "h1", age_s=45), job(), DEFAULTS, History(), parked(Row.DEAD_OUT, "h1")),
     (Row.STOPPED_OUT, found(Fault.STOPPED, "h1", age_s=60), job(), DEFAULTS, History(), parked(Row.STOPPED_OUT, "h1")),
     (Row.HUNG_OUT, found(Fault.HUNG, "h1", age_s=300), job(), DEFAULTS, History(), parked(Row.HUNG_OUT, "h1")),
+    (
+        Row.BROKEN_OUT, found(Fault.HUNG, "h1", age_s=60, still=0, hardware=Weight.PRESENT), job(), DEFAULTS,
+        History(longest_pause_s=900), parked(Row.BROKEN_OUT, "h1", for_s=NEVER_S),
+    ),
     (Row.AT_FAULT_BUT_NEEDED, found(Fault.DEAD, "h1"), job(4, 4), DEFAULTS, History(), restarted(Row.AT_FAULT_BUT_NEEDED)),
     (Row.COMMON, found(Fault.HUNG, "h1", "h2", "h3"), job(4, 1), DEFAULTS, History(), restarted(Row.COMMON)),
     (Row.PROGRAM, found(Fault.MISMATCH, "h1", age_s=1), job(), DEFAULTS, History(), restarted(Row.PROGRAM)),
@@ -132,6 +138,48 @@ def test_the_rows_are_all_tested_and_documented() -> None:
 )
 def test_telling_is_not_acting(finding: Finding) -> None:
     assert the_order(finding) is None
+
+
+@pytest.mark.parametrize(
+    ("finding", "row", "age_s"),
+    [
+        (found(Fault.HUNG, "h1", still=0, at_work=True), Row.BROKEN_OUT, 60),
+        (found(Fault.DEAD, "h1"), Row.BROKEN_OUT, 9),
+        (found(Fault.NETWORK, "h1"), Row.BROKEN_OUT, 60),
+        (found(Fault.SLOW, "h1", gain=0.9), Row.BROKEN_OUT, 60),
+        (found(Fault.DEAD_LINK, "h1", "h2", blamed="h2"), Row.LINK_OUT, 0),
+    ],
+    ids=str,
+)
+def test_broken_hardware_shortens_the_deadline_and_a_person_admits_the_host(finding: Finding, row: Row, age_s: float) -> None:
+    finding = replace(finding, hardware=Weight.PRESENT)
+    order = the_order(replace(finding, age_s=age_s), options=EVICT)
+    assert order is not None
+    assert (order.reason, order.for_s, order.hosts) == (row.name, NEVER_S, finding.hosts[-1:])
+    if age_s:
+        assert the_order(replace(finding, age_s=age_s - 0.1), options=EVICT) is None
+
+
+def test_sound_hardware_lengthens_the_deadline_a_little() -> None:
+    for weight, hang_s, loop_s, slow_s in ((Weight.ABSENT, 390, 546, 390), (Weight.UNKNOWN, 300, 420, 300)):
+        for finding, field, limit_s in (
+            (found(Fault.HUNG, "h1"), "age_s", hang_s),
+            (found(Fault.HUNG, "h1", still=0), "same_place_s", loop_s),
+            (found(Fault.SLOW, "h1", gain=0.9), "age_s", slow_s),
+            (found(Fault.NETWORK), "age_s", hang_s),
+        ):
+            finding = replace(finding, hardware=weight)
+            assert the_order(replace(finding, **{field: limit_s}), options=EVICT) is not None
+            assert the_order(replace(finding, **{field: limit_s - 0.1}), options=EVICT) is None
+    dead = found(Fault.DEAD, "h1", age_s=45, hardware=Weight.ABSENT)
+    assert the_order(dead) == parked(Row.DEAD_OUT, "h1")
+    options = SteeringOptions()  # with NCCL, all ranks end after 600 s
+    assert options.sound_factor * max(options.hang_seconds, options.loop_seconds) < 600
+
+
+def test_where_too_few_hosts_are_left_broken_hardware_restarts_in_place() -> None:
+    finding = found(Fault.HUNG, "h1", hardware=Weight.PRESENT)
+    assert the_order(finding, job(4, 4)) == restarted(Row.AT_FAULT_BUT_NEEDED)
 
 
 @pytest.mark.parametrize(

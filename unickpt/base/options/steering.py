@@ -73,6 +73,15 @@ class SteeringOptions:
         "with NCCL, all ranks end after 600 s",
         unit="s",
     )
+    broken_factor: float = option(
+        0.2,
+        "of hang_seconds, dead_seconds and slow_seconds, if the hardware of the host has failed by its own account (Xid, "
+        "machine check, ...); the host is then out until a person admits it",
+    )
+    sound_factor: float = option(
+        1.3,
+        "of hang_seconds, loop_seconds and slow_seconds, if the hardware of the host can be read and tells of nothing",
+    )
     retries: int = option(3, "restarts in a row without progress before the job is stopped")
     fruitful_seconds: float = option(1800.0, "time after which a round counts as progress, whatever its steps are", unit="s")
     slow: str = option("log", "what is done about a slow host", choices=("log", "evict"))

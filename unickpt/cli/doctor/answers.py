@@ -12,6 +12,7 @@ from unickpt.base.switch import VARIABLE, switch
 from unickpt.cli.doctor.facts import Acting, Facts
 from unickpt.cli.doctor.frameworks import ADAPTERS, Framework
 from unickpt.cli.doctor.installation import Autoload
+from unickpt.diagnosis.hardware.sources import DECISIVE
 
 SMALL_SHARED_BYTES = 1 << 30
 _LOST_WITH_ITS_HOST = ("tmpfs", "ramfs", "overlay")
@@ -28,6 +29,7 @@ class Kind(str, Enum):
     EXTENSION = "extension"
     SHARED_MEMORY = "shared memory"
     CLOCK = "clock"
+    HARDWARE = "hardware"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,13 @@ def _of_machine(facts: Facts) -> Iterator[Action]:
         yield Action(
             Kind.SHARED_MEMORY, False,
             f"{size}: NCCL and checkpoints in memory need more; start the container with --shm-size or --ipc=host",
+        )  # fmt: skip
+    told = facts.machine.told
+    if facts.machine.driver and not any(told.get(name) for name in DECISIVE):
+        yield Action(
+            Kind.HARDWARE, False,
+            "diagnosis cannot see errors of the GPUs: install nvidia-ml-py, or let the job read /dev/kmsg (in a container: "
+            "--device /dev/kmsg --cap-add SYSLOG)",
         )  # fmt: skip
     if facts.machine.clock.synchronised is False:
         yield Action(

@@ -8,7 +8,7 @@ import os
 import platform
 import resource
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from unickpt import __version__
 from unickpt.base.hook_sources import SourceTree, from_folders
 from unickpt.base.private_files import SHARED_MEMORY
 from unickpt.cli.doctor.frameworks import folders_of
+from unickpt.diagnosis.hardware import nvml
+from unickpt.diagnosis.hardware.sources import NVML, Roots, readable_sources
 
 _PACKAGES = (
     "torch", "deepspeed", "megatron-core", "transformers", "accelerate", "peft", "trl", "lightning", "pytorch-lightning",
@@ -58,6 +60,7 @@ class Machine:
         memory_bytes: memory of the host.
         clock: its clock.
         driver: NVIDIA's driver, or ''.
+        told: whether each source that tells of the hardware can be read. Of NVML: whether its package is installed.
     """
 
     system: str
@@ -67,6 +70,7 @@ class Machine:
     memory_bytes: int
     clock: Clock
     driver: str
+    told: Mapping[str, bool] = field(default_factory=dict)
 
 
 def versions() -> dict[str, str]:
@@ -109,6 +113,7 @@ def machine() -> Machine:
         os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         _clock(),
         _first_line(_DRIVER),
+        {**readable_sources(Roots.of_environment()), NVML: nvml.installed()},
     )
 
 

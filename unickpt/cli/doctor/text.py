@@ -110,6 +110,8 @@ def _sections(facts: Facts) -> Iterator[str]:
     error = "" if clock.error_ms is None else f", error below {clock.error_ms:,.1f} ms"
     yield f"  clock: {clock.source or 'unknown source'}, {kept}{error}"
     yield f"  driver: {machine.driver or 'none of NVIDIA'}"
+    read, closed = (", ".join(name for name, told in machine.told.items() if told is is_read) for is_read in (True, False))
+    yield f"  hardware tells by: {read or 'nothing'}" + (f"; not by: {closed}" if closed else "")
     yield from ("", "torch")
     if "problem" in torch:
         yield f"  {torch['problem']}"

@@ -71,8 +71,11 @@ def run_isolated(
     module: str = "unickpt.diagnosis.agent.__main__",
     stdout: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Run an agent, the function ``main`` of a module (``isolated_process``). ``metrics``: it needs Prometheus' package."""
-    packages = ["unickpt", "numpy", *(["prometheus_client"] if metrics else [])]
+    """Run an agent, the function ``main`` of a module (``isolated_process``). ``metrics``: it needs Prometheus' package.
+
+    ``pynvml`` is used if it is installed.
+    """
+    packages = ["unickpt", "numpy", "pynvml", *(["prometheus_client"] if metrics else [])]
     return isolated_process.run_isolated(module, arguments, packages=packages, pass_fds=pass_fds, stdout=stdout)
 
 

@@ -26,11 +26,14 @@ from unickpt.base.process_identity import boot_id
 from unickpt.diagnosis.agent import server
 from unickpt.diagnosis.agent.layer_prior import LayerPrior
 from unickpt.diagnosis.agent.server import AgentReply, Collector
+from unickpt.diagnosis.agent.step_history import StepHistory
 from unickpt.diagnosis.detectors.examine import Examination, examine
-from unickpt.diagnosis.detectors.hangs import LONGEST_S
 from unickpt.diagnosis.detectors.places import with_places
 from unickpt.diagnosis.detectors.tcp_links import LinkHistory
 from unickpt.diagnosis.detectors.verdicts import Reach, Syndrome, Verdict
+from unickpt.diagnosis.hardware.events import HostHardware
+from unickpt.diagnosis.hardware.kept import keep
+from unickpt.diagnosis.hardware.sampler import HardwareSampler
 from unickpt.diagnosis.host import stack_dumps
 from unickpt.diagnosis.host.movement import ProcessSample, Traffic, same_place_s, sample, still_s
 from unickpt.diagnosis.host.process_exits import ExitWatcher, ProcessExit, append_exits
@@ -42,11 +45,10 @@ from unickpt.diagnosis.recording.records import Op, Records
 from unickpt.diagnosis.recording.ring import RingReader
 from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
 from unickpt.diagnosis.reports.verdict_line import parse_line
-from unickpt.diagnosis.reports.verdict_text import VerdictText, render, render_all
+from unickpt.diagnosis.reports.verdict_text import VerdictText, one_as_json, render, render_all
 from unickpt.diagnosis.snapshot.clocks import on_one_clock
-from unickpt.diagnosis.snapshot.snapshot import RankSnapshot, Snapshot, kept_steps, take_snapshot
+from unickpt.diagnosis.snapshot.snapshot import RankSnapshot, Snapshot, take_snapshot
 from unickpt.diagnosis.snapshot.stacks import can_answer, stacks_of
-from unickpt.diagnosis.snapshot.steps import STEP
 from unickpt.diagnosis.snapshot.tcp_windows import TcpSampler
 
 EVERY_S = 1.0
@@ -59,6 +61,7 @@ _WITHOUT_RANKS_S = 60.0  # wait for the first ring
 _AGAIN_S = 60.0  # a lasting verdict is written again
 # Steps before a slow rank or link is reported. Links take longer: a late rank is known by then.
 _LASTING_STEPS = {Syndrome.NON_COMMUNICATION_SLOW: 4, Syndrome.COMMUNICATION_SLOW: 8}
+PLACE_S = 3.5  # that a verdict waits to be told for the stack of a rank on another host
 _GONE_S = 3.0  # a verdict that was absent for so long is new
 _STACK_S, _EAGER_LOOKS = 10.0, 10  # interval between requests for the stack of a rank, after one at each of the first looks
 _SAMPLES = 4096  # looks at the movement of a rank that are kept
@@ -107,7 +110,7 @@ def watch(
         every_s: seconds between two looks.
         gives_way: whether to end when another such agent starts. A job that restarts in the same folder has its own agent.
     """
-    agent, rings = Agent(folder, tell, collector, address), RingLooks(folder)
+    agent, rings = Agent(folder, tell, collector, address, hardware=HardwareSampler()), RingLooks(folder)
     failures = RateLimitedLog(agent.tell, f"{PREFIX}looks at the rings that failed; the agent goes on")
     begin, ended, touched = time.monotonic(), 0.0, time.monotonic()
     started, own = folder / f"{STARTED}-{socket.gethostname()}", str(os.getpid())
@@ -241,17 +244,20 @@ class Agent:
         movement: whether to look at the movement of ranks that others wait for.
         store: file with the times of layers in earlier jobs; default: that of the user.
         host: name of this host in a job whose hosts ``unickpt hosts`` takes out; '' in other jobs.
+        hardware: reads what the hardware of this host tells; None: nothing does.
     """
 
     def __init__(
         self, folder: Path, tell: Tell, collector: Collector | None = None, address: Address = lambda: "", *, name: str = "",
         key: bytes = b"", movement: bool = False, store: Path | None = None, host: str = "",
+        hardware: HardwareSampler | None = None,
     ) -> None:  # fmt: skip
         self._folder, self._tell, self._collector, self._address = folder, tell, collector, address
         self._name, self._key, self._movement, self._host = name or name_of(folder), key, movement, host
         self._reach = Reach((str(folder),), steered=bool(host))
         self._last_told: dict[str, float] = {}
         self._last_found: dict[str, float] = {}
+        self._first_found: dict[str, float] = {}
         self._slow: dict[str, tuple[int, float]] = {}
         self._failed: set[str] = set()
         self._stacks: dict[int, tuple[tuple[Frame, ...], float]] = {}
@@ -261,6 +267,8 @@ class Agent:
         self._sampler, self._usual, self._cpu_waits = TcpSampler(), LinkHistory(), CpuWaitSampler()
         self._traffic = Traffic()
         self._prior = LayerPrior(folder, store or default_store())
+        self._hardware, self._kept = hardware, HostHardware()
+        self._dead: set[int] = set()  # ranks of this host at the last look
 
     def look(self, job: HostRings, exits: Mapping[int, ProcessExit] | None = None, *, ends: bool = False) -> Look | None:
         """Process one look: the rings as read, and the processes that have ended.
@@ -286,14 +294,15 @@ class Agent:
         connections = connections_of(pids)
         self._traffic.add(connections, time.monotonic())
         windows = self._sampler.window(time.monotonic_ns(), connections)
-        own = _named(dataclasses.replace(own, ranks=ranks, windows=windows), self._host)
+        own = _named(self._with_hardware(dataclasses.replace(own, ranks=ranks, windows=windows)), self._host)
         if self._collector is None:
             said = self._sent(own)
             if said is not None:
                 self._ask(said.ask, own)
                 for notice in said.notices:
-                    if self._once(notice.key, notice.text):
-                        line = parse_line(notice.text.line)
+                    line = parse_line(notice.text.line)
+                    asked = own.ranks.get(next(iter(line.ranks.ranks), -1)) if not line.at else None
+                    if self._once(notice.key, notice.text, awaits=_comes(line.syndrome, asked)):
                         about = {"syndrome": line.syndrome.value, "ranks": line.ranks.ranks}
                         self._write({**about, **notice.text.as_json()}, own.now_ns)
                 return None
@@ -311,9 +320,26 @@ class Agent:
         lasting = [verdict for verdict in found.verdicts if self._lasts(verdict, newest)]
         for verdict in lasting:
             text = render(verdict, snapshot)
-            if self._once(verdict.key, text):
+            far = verdict.at is None and bool(verdict.ranks) and verdict.ranks[0] not in own.ranks
+            asked = snapshot.ranks.get(verdict.ranks[0]) if far else None
+            if self._once(verdict.key, text, awaits=_comes(verdict.syndrome, asked)):
                 self._note(verdict, text, found, snapshot)
         return Look(snapshot, lasting, merged.longest_wait_ns)
+
+    def _with_hardware(self, own: Snapshot) -> Snapshot:
+        """Return the snapshot of this host with what its hardware tells, and keep that beside the rings."""
+        if self._hardware is None:
+            return own
+        dead = {rank for rank, one in own.ranks.items() if one.state is State.DEAD}
+        found = self._hardware.look(own.now_ns, [one.pid for one in own.ranks.values()], at_once=not dead <= self._dead)
+        self._dead = dead
+        hosts = {*(one.host for one in own.ranks.values()), *(one.host for one in own.absent.values())}
+        if found.events != self._kept.events:
+            self._kept = found
+            with contextlib.suppress(OSError):
+                for host in hosts:
+                    keep(self._folder, host, found)
+        return dataclasses.replace(own, hardware=dict.fromkeys(hosts, found))
 
     def _remember_layers(self, own: Snapshot) -> None:
         try:
@@ -388,14 +414,18 @@ class Agent:
         moves = self._moves.get(rank, ())
         return dataclasses.replace(one, cpu_wait=cpu_wait, still_s=still_s(moves), same_place_s=same_place_s(moves))
 
-    def _once(self, key: str, text: VerdictText) -> bool:
-        """Write a verdict unless it was written lately; return whether it was."""
+    def _once(self, key: str, text: VerdictText, *, awaits: bool = False) -> bool:
+        """Write a verdict unless it was written lately, or ``awaits`` its place; return whether it was."""
         now = time.monotonic()
-        if now - self._last_found.get(key, now) > _GONE_S:
+        if now - self._last_found.get(key, -_GONE_S) > _GONE_S:
             self._last_told.pop(key, None)
+            self._first_found[key] = now
         self._last_found[key] = now
+        if awaits and now - self._first_found[key] < PLACE_S:
+            return False
         for old in [known for known, at in self._last_found.items() if now - at > _AGAIN_S]:
             self._last_found.pop(old)
+            self._first_found.pop(old, None)
             self._last_told.pop(old, None)
         if now - self._last_told.get(key, -_AGAIN_S) < _AGAIN_S:
             return False
@@ -418,12 +448,18 @@ class Agent:
             append_exits(self._folder, new)
 
     def _note(self, verdict: Verdict, text: VerdictText, found: Examination, snapshot: Snapshot) -> None:
-        self._write({**verdict.as_json(), **text.as_json(), "deadline_s": found.deadline_s}, snapshot.now_ns)
+        self._write({**one_as_json(verdict, text), "deadline_s": found.deadline_s}, snapshot.now_ns)
 
     def _write(self, entry: Mapping[str, Any], at_ns: int) -> None:
         entry = {**entry, "at_ns": at_ns}
         with contextlib.suppress(OSError):
             append(self._folder / VERDICTS, f"{json.dumps(entry)}\n".encode())
+
+
+def _comes(syndrome: Syndrome, asked: RankSnapshot | None) -> bool:
+    """Return whether the place of a rank that is asked where it is will come."""
+    in_process = syndrome in (Syndrome.NON_COMMUNICATION_HANG, Syndrome.NON_COMMUNICATION_SLOW)
+    return in_process and asked is not None and can_answer(asked)
 
 
 def _named(snapshot: Snapshot, host: str) -> Snapshot:
@@ -432,7 +468,8 @@ def _named(snapshot: Snapshot, host: str) -> Snapshot:
         return snapshot
     ranks = {rank: dataclasses.replace(one, host=host) for rank, one in snapshot.ranks.items()}
     absent = {rank: dataclasses.replace(one, host=host) for rank, one in snapshot.absent.items()}
-    return dataclasses.replace(snapshot, ranks=ranks, absent=absent)
+    hardware = dict.fromkeys([host], next(iter(snapshot.hardware.values()))) if snapshot.hardware else {}
+    return dataclasses.replace(snapshot, ranks=ranks, absent=absent, hardware=hardware)
 
 
 def _aged(snapshot: Snapshot, age_s: float) -> Snapshot:
@@ -445,43 +482,5 @@ def _aged(snapshot: Snapshot, age_s: float) -> Snapshot:
     }
     hosts = ", ".join(sorted({one.host for one in snapshot.ranks.values()}))
     problems = [*snapshot.problems, f"no data from {hosts} for {age_s:.0f} s"]
-    return dataclasses.replace(snapshot, ranks=ranks, problems=problems)
-
-
-class StepHistory:
-    """Newest steps of every rank and the longest wait, beyond the records of one look.
-
-    Attributes:
-        deadline_s: last deadline. Longer waits were reported as hangs and do not count.
-    """
-
-    def __init__(self) -> None:
-        self.deadline_s = LONGEST_S
-        self._steps = np.zeros(0, STEP)
-        self._pids: dict[int, int] = {}
-        self._longest_ns = 0
-        self._waits: deque[tuple[int, float]] = deque(maxlen=_SAMPLES)
-
-    def with_more(self, snapshot: Snapshot) -> Snapshot:
-        """Return a snapshot with the steps and the longest wait of earlier ones."""
-        pids = {rank: one.pid for rank, one in snapshot.ranks.items()}
-        if any(self._pids.get(rank, pid) != pid for rank, pid in pids.items()):  # another job in the same folder
-            self._steps, self._longest_ns = self._steps[:0], 0
-            self._waits.clear()
-        self._pids = pids
-        every = np.concatenate([self._steps, snapshot.steps])
-        every = every[np.lexsort((every["number"], every["rank"]))]
-        if len(every):
-            last = np.r_[(every["rank"][1:] != every["rank"][:-1]) | (every["number"][1:] != every["number"][:-1]), True]
-            every = every[last]
-            end = np.searchsorted(every["rank"], every["rank"], side="right")
-            every = every[end - np.arange(len(every)) <= kept_steps(len(pids))]
-        self._steps = every
-        waits = [one.cpu_wait for one in snapshot.ranks.values()]
-        begin_ns = int(every["begin_ns"].min()) if len(every) else snapshot.now_ns
-        self._waits.append((snapshot.now_ns, float(np.median(waits)) if waits else 0.0))
-        while self._waits[0][0] < begin_ns:
-            self._waits.popleft()
-        if snapshot.longest_wait_ns <= self.deadline_s * 1e9:
-            self._longest_ns = max(self._longest_ns, snapshot.longest_wait_ns)
-        return dataclasses.replace(snapshot, steps=every, longest_wait_ns=self._longest_ns, cpu_waits=tuple(self._waits))
+    hardware = {host: HostHardware((), one.events) for host, one in snapshot.hardware.items()}
+    return dataclasses.replace(snapshot, ranks=ranks, problems=problems, hardware=hardware)

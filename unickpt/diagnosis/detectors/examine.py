@@ -15,6 +15,7 @@ from unickpt.diagnosis.detectors.device_waits import infer_device_waits
 from unickpt.diagnosis.detectors.ended import calls_of_ended
 from unickpt.diagnosis.detectors.failed_jobs import failed_job
 from unickpt.diagnosis.detectors.hangs import deadline_s, hangs
+from unickpt.diagnosis.detectors.hardware import hardware_hint, narrowed, with_hardware
 from unickpt.diagnosis.detectors.mismatches import mismatches
 from unickpt.diagnosis.detectors.next_steps import hint_of
 from unickpt.diagnosis.detectors.observations import CallAlone, CallVariant, DownMember, Exited, NotBegun, SilentLinks
@@ -91,9 +92,11 @@ def examine(
 
 def _complete(verdict: Verdict, snapshot: Snapshot, reach: Reach) -> Verdict:
     verdict = dataclasses.replace(_with_cause(verdict, snapshot), hosts=hosts_of(verdict, snapshot), reach=reach)
+    verdict = narrowed(verdict, snapshot)
     waiting = waiting_ranks(verdict, snapshot) if verdict.syndrome not in SLOW else ()
-    hint, passed = hint_of(verdict, snapshot), gone_on(verdict, snapshot)
-    return with_places(dataclasses.replace(verdict, waiting=waiting, next=hint, gone_on=passed), snapshot)
+    verdict = with_hardware(with_places(dataclasses.replace(verdict, waiting=waiting), snapshot), snapshot)
+    hint, passed = hardware_hint(verdict, snapshot) or hint_of(verdict, snapshot), gone_on(verdict, snapshot)
+    return dataclasses.replace(verdict, next=hint, gone_on=passed)
 
 
 def _hangs(snapshot: Snapshot, links: Links, limit_s: float, *, patient: bool) -> list[Verdict]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from unickpt.base.failure_kinds import FailureKind, Remedy
 from unickpt.diagnosis.detectors.observations import CallRef
+from unickpt.diagnosis.hardware.events import HostEvent
 from unickpt.diagnosis.recording.records import Op
 
 
@@ -150,6 +151,21 @@ class Helps:
 
 
 @dataclass(frozen=True, slots=True)
+class LooksAtHardware:
+    """The hardware of a host, or what the host can give, is the cause.
+
+    Attributes:
+        rank: first rank at fault.
+        host: host name.
+        event: what has happened there.
+    """
+
+    rank: int
+    host: str
+    event: HostEvent
+
+
+@dataclass(frozen=True, slots=True)
 class CollectTogether:
     """Garbage collections cost time because they are not at the same step on all ranks, or because there are many."""
 
@@ -158,5 +174,5 @@ class CollectTogether:
 
 Hint = (
     OffTrack | OtherOrder | SameSideFirst | OneCallMore | EndedEarly | LooksAtProcess | LooksAtNetwork | CollectTogether
-    | Helps | AllSlower
+    | Helps | AllSlower | LooksAtHardware
 )  # fmt: skip

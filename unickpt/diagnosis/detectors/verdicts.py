@@ -11,6 +11,7 @@ from typing import Any
 
 from unickpt.diagnosis.detectors.hints import Hint
 from unickpt.diagnosis.detectors.observations import Evidence
+from unickpt.diagnosis.hardware.events import HostEvent
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.recording.records import Op
@@ -111,6 +112,7 @@ class Verdict:
         gone_on: ranks at fault that have got through the call in question: they are elsewhere now.
         hosts: hosts of the ranks at fault, each once, as the job names them.
         reach: how a person reaches the job.
+        hardware: what has happened on these hosts at that time, what counts most first.
     """
 
     syndrome: Syndrome
@@ -133,6 +135,7 @@ class Verdict:
     gone_on: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
     reach: Reach = Reach()
+    hardware: tuple[HostEvent, ...] = ()
 
     @property
     def waits_at(self) -> Frame | None:
@@ -152,6 +155,7 @@ class Verdict:
         found["evidence"] = [{"kind": type(each).__name__, **_plain(each)} for each in self.evidence]
         found["next"] = {"kind": type(self.next).__name__, **_plain(self.next)} if self.next is not None else None
         found["waits_at"] = _plain(self.waits_at)
+        found["hardware"] = [{**_plain(each), "bearing": each.bearing.value} for each in self.hardware]
         found["meaning"] = self.syndrome.meaning
         return found
 

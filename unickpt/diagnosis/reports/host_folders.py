@@ -9,6 +9,7 @@ from pathlib import Path
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.places import MOST, with_places
 from unickpt.diagnosis.detectors.verdicts import Reach, Verdict
+from unickpt.diagnosis.hardware.kept import kept
 from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
 from unickpt.diagnosis.reports.verdict_text import VerdictText, render
 from unickpt.diagnosis.snapshot.clocks import clock_offsets, on_one_clock
@@ -35,7 +36,9 @@ class Hosts:
 
     def judged(self, *, after_s: float | None) -> list[tuple[Verdict, VerdictText]]:
         """Return the verdicts on the job with their texts; ``after_s`` is the number of seconds that a call may take."""
-        snapshot = on_one_clock([take_snapshot(job, newest_steps=KEPT_STEPS) for job in self.jobs])
+        told = [kept(folder) for folder in self.folders] or [{} for _ in self.jobs]
+        taken = [take_snapshot(job, newest_steps=KEPT_STEPS, hardware=each) for job, each in zip(self.jobs, told, strict=True)]
+        snapshot = on_one_clock(taken)
         found = examine(snapshot, after_s=after_s, reach=Reach(tuple(map(str, self.folders)))).with_end()
         verdicts, snapshot = placed(found.verdicts, snapshot, self.folders)
         return [(verdict, render(verdict, snapshot)) for verdict in verdicts]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -30,6 +30,7 @@ from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.records import Op, bytes_in
 from unickpt.diagnosis.recording.ring_folder import HostRings
 from unickpt.diagnosis.reports.arrivals import by_step
+from unickpt.diagnosis.reports.hardware_text import short_text
 from unickpt.diagnosis.reports.job_records import OP_NAMES, JobRecords, gather_records
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
 
@@ -64,8 +65,11 @@ HELP = {
     "unickpt_recorded_calls": "Calls in the rings, counted for each rank, by operation and group.",
     "unickpt_recorded_bytes": "Bytes that ranks gave to the calls in the rings, by operation and group.",
     "unickpt_link_seconds_per_byte": "Time that something was under way from a rank to another, for each byte of it.",
-    "unickpt_verdicts": "Verdicts by syndrome, rank at fault, its host and place, cause, and kind of what to look at next. "
+    "unickpt_verdicts": "Verdicts by syndrome, rank at fault, its host and place, cause, kind of what to look at next, and "
+    "what has happened to the hardware of its host. "
     "A non-communication hang is a rank that the others wait for; a communication hang is a call that does not end.",
+    "unickpt_host_events": "What the hardware of a host has told in the last 15 minutes, by kind (such as Xid), device, and "
+    "what it bears on: broken hardware, a limit of the host, or the program.",
     "unickpt_verdict_since_timestamp_seconds": "First sign of a verdict, in seconds since the epoch, by the same labels.",
     "unickpt_memory_held_bytes": "Bytes of checkpoints and copies in the memory of a host, at the end of the last save.",
     "unickpt_memory_refused_connections": "Connections that the keeper of a host has refused since its start.",
@@ -153,7 +157,7 @@ def _collectives(begun: Iterable[tuple[str, int]]) -> Iterator[MetricValue]:
 
 
 def of_verdicts(verdicts: Sequence[Verdict], hosts: Mapping[int, str] = MappingProxyType({})) -> Iterator[MetricValue]:
-    """Return the number of verdicts by syndrome, rank, host, place, cause and kind of what to look at, and since when.
+    """Return the number of verdicts by syndrome, rank, host, place, cause, what to look at and hardware; and since when.
 
     Args:
         verdicts: the verdicts.
@@ -164,15 +168,16 @@ def of_verdicts(verdicts: Sequence[Verdict], hosts: Mapping[int, str] = MappingP
     for verdict in verdicts:
         cause = verdict.cause.value if verdict.cause else ""
         following = type(verdict.next).__name__ if verdict.next is not None else ""
+        hardware = short_text(verdict.hardware[0]) if verdict.hardware else ""
         for rank in verdict.ranks:
             place = next((each.at for each in verdict.places if rank in each.ranks), None)
             at = f"{place.file}:{place.line}" if place is not None else ""
-            key = verdict.syndrome.value, str(rank), hosts.get(rank, ""), at, cause, following
+            key = verdict.syndrome.value, str(rank), hosts.get(rank, ""), at, cause, following, hardware
             counts[key] += 1
             since[key] = min(since.get(key, math.inf), verdict.since_ns / 1e9)
     for name, values in (("unickpt_verdicts", counts), ("unickpt_verdict_since_timestamp_seconds", since)):
         for labelled_by, value in values.items():
-            labels = dict(zip(("syndrome", "rank", "host", "at", "cause", "next"), labelled_by, strict=True))
+            labels = dict(zip(("syndrome", "rank", "host", "at", "cause", "next", "hardware"), labelled_by, strict=True))
             yield MetricValue(name, labels, float(value))
 
 
@@ -211,6 +216,7 @@ def live_measurements(snapshot: Snapshot, verdicts: Sequence[Verdict], memory: M
         *_live_links(snapshot),
         *of_verdicts(verdicts, {rank: one.host for rank, one in snapshot.ranks.items()}),
         *of_memory(memory),
+        *_live_events(snapshot),
     ]
 
 
@@ -241,6 +247,14 @@ def _live_links(snapshot: Snapshot) -> Iterator[MetricValue]:
         if ns_per_byte == ns_per_byte:  # something was sent
             labels = {"source": str(source), "destination": str(destination)}
             yield MetricValue("unickpt_link_seconds_per_byte", labels, ns_per_byte / 1e9)
+
+
+def _live_events(snapshot: Snapshot) -> Iterator[MetricValue]:
+    for host, hardware in sorted(snapshot.hardware.items()):
+        counts = Counter((event.kind.value, event.device, event.bearing.value) for event in hardware.events)
+        for (kind, device, bearing), count in sorted(counts.items()):
+            labels = {"host": host, "kind": kind, "device": device, "bearing": bearing}
+            yield MetricValue("unickpt_host_events", labels, float(count))
 
 
 # ---------------------------------------------------------------- exporters

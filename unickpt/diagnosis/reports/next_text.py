@@ -11,6 +11,7 @@ from unickpt.diagnosis.detectors.hints import (
     CollectTogether,
     EndedEarly,
     Helps,
+    LooksAtHardware,
     LooksAtNetwork,
     LooksAtProcess,
     Matter,
@@ -22,6 +23,7 @@ from unickpt.diagnosis.detectors.hints import (
 from unickpt.diagnosis.detectors.observations import CallRef
 from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.recording.records import Op
+from unickpt.diagnosis.reports.hardware_text import hardware_command, hardware_next
 from unickpt.diagnosis.reports.wording import counted, has_or_have
 
 _ORDER = "all ranks of a group must make the same calls in the same order"
@@ -43,6 +45,8 @@ def command_of(verdict: Verdict) -> str:
             if slow and verdict.link is not None and reach.rings:
                 return f"unickpt whatif {shlex.join(reach.rings)} --link {verdict.link[0]}-{verdict.link[1]}"
             return f"ping -c 5 {shlex.quote(hosts[-1])}" if len(hosts) > 1 else ""
+        case LooksAtHardware():
+            return hardware_command(hint, steered=reach.steered)
         case Helps(_, host, _, remedy):
             return f"unickpt hosts park {shlex.quote(host)}" if remedy is Remedy.EVICT and reach.steered else ""
         case AllSlower(_, first, last):
@@ -73,7 +77,7 @@ def _on(verdict: Verdict) -> str:
     """Where a command is typed: ' on node02'. What ``unickpt`` does is typed where the job's records are."""
     if command_of(verdict).startswith("unickpt "):
         return ""
-    if isinstance(verdict.next, LooksAtProcess):
+    if isinstance(verdict.next, LooksAtProcess | LooksAtHardware):
         return f" on {verdict.next.host}"
     return f" on {verdict.next.hosts[0]}" if isinstance(verdict.next, LooksAtNetwork) and verdict.next.hosts else ""
 
@@ -106,6 +110,8 @@ def _what(verdict: Verdict) -> str:
             return _process(verdict.next, verdict)
         case LooksAtNetwork():
             return _network(verdict.next)
+        case LooksAtHardware():
+            return hardware_next(verdict.next, steered=verdict.reach.steered)
         case AllSlower(hosts):
             return (
                 f"look at what {'the hosts' if len(hosts) > 1 else 'the ranks'} share: clocks, power and temperature of the "

@@ -12,7 +12,6 @@ Grammar::
 
 from __future__ import annotations
 
-import datetime
 import json
 import re
 from collections.abc import Sequence
@@ -25,6 +24,8 @@ from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome, Verdict
 from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.recording.rank_ranges import axis_of, checked_progressions, expanded, members, progressions
+from unickpt.diagnosis.reports.hardware_text import short_text
+from unickpt.diagnosis.reports.wording import zoned_time
 
 KEYWORDS = {
     Syndrome.NON_COMMUNICATION_HANG: "HANG",
@@ -41,6 +42,7 @@ MOST_CHARACTERS = 96  # of a text value
 _SYNDROMES = {keyword: syndrome for syndrome, keyword in KEYWORDS.items()}
 _HEAD = re.compile(r"(?:(?!unickpt).)*unickpt ([A-Z_]+)(?: |$)")
 _PAIR = re.compile(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|[!#-<>-\[\]-~]+)(?: |$)')
+_TEXTS = ("since", "state", "at", "waits_at", "cause", "role", "error", "helps", "host", "evidence")
 _BARE = re.compile(r"[!#-<>-\[\]-~]+")
 _PART = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?")
 _LINK = re.compile(r"(\d{1,9})->(\d{1,9})")
@@ -114,6 +116,7 @@ class VerdictLine:
         error: of a failed job, how the ranks at fault ended: class of the exception, signal or ``exit code N``.
         helps: what helps: ``stop``, ``restart`` or ``evict``.
         host: hosts of the ranks at fault, or of the ends of the link, with commas; ``+N`` stands for N that do not fit.
+        evidence: what has happened to the hardware of these hosts, what counts most first.
     """
 
     syndrome: Syndrome
@@ -133,6 +136,7 @@ class VerdictLine:
     error: str = ""
     helps: str = ""
     host: str = ""
+    evidence: str = ""
 
     @classmethod
     def of(cls, verdict: Verdict) -> VerdictLine:
@@ -158,6 +162,7 @@ class VerdictLine:
             error=_error(verdict)[:MOST_CHARACTERS],
             helps=verdict.next.remedy.value if isinstance(verdict.next, Helps) else "",
             host=_hosts(verdict.hosts),
+            evidence=_evidence(verdict),
         )
 
     def __str__(self) -> str:
@@ -176,6 +181,7 @@ class VerdictLine:
             "cause": self.cause,
             "error": self.error,
             "helps": self.helps,
+            "evidence": self.evidence,
             "role": self.role,
         }
         pairs = [f"{key}={_quoted(value)}" for key, value in values.items() if value]
@@ -220,23 +226,10 @@ def parse_line(text: str) -> VerdictLine:
             group,
             RankList.parse(members) if members else RankList(),
             int(values.get("blocked", "0")),
-            *(values.get(key, "") for key in ("since", "state", "at", "waits_at", "cause", "role", "error", "helps", "host")),
+            *(values.get(key, "") for key in _TEXTS),
         )
     except ValueError as err:
         raise FormatError(f"damaged line of a verdict ({err}): {text[:MOST_CHARACTERS]!r}") from err
-
-
-def clock_time(ns: int) -> str:
-    """Local time of day with the offset of its zone, ``14:03:07+01:00``; ``unknown`` for times that no calendar has."""
-    return zoned_time(ns).rpartition("T")[2]
-
-
-def zoned_time(ns: int) -> str:
-    """Local time in ISO 8601 with the offset of its zone, to the second; ``unknown`` for times that no calendar has."""
-    try:
-        return datetime.datetime.fromtimestamp(ns // 1_000_000_000).astimezone().isoformat()
-    except (ValueError, OverflowError, OSError):  # rings are not trusted
-        return "unknown"
 
 
 def _hosts(hosts: Sequence[str]) -> str:
@@ -254,6 +247,17 @@ def exit_text(status: ExitStatus | None) -> str:
 def _error(verdict: Verdict) -> str:
     ends = [each for each in verdict.evidence if isinstance(each, EndsAlike)]
     return (ends[0].error or exit_text(ends[0].status)) if ends else ""
+
+
+def _evidence(verdict: Verdict) -> str:
+    """Return as many events as fit."""
+    text = ""
+    for each in map(short_text, verdict.hardware):
+        longer = f"{text}; {each}" if text else each[:MOST_CHARACTERS]
+        if len(longer) > MOST_CHARACTERS:
+            break
+        text = longer
+    return text
 
 
 def _place(frame: Frame | None) -> str:

@@ -40,9 +40,10 @@ from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.launched import AbsentRank
 from unickpt.diagnosis.recording.records import DTYPES, Phase
+from unickpt.diagnosis.reports.hardware_text import event_text, timed_text
 from unickpt.diagnosis.reports.next_text import command_of, next_text
-from unickpt.diagnosis.reports.verdict_line import VerdictLine, clock_time, exit_text
-from unickpt.diagnosis.reports.wording import MOST_NAMED, call_text, counted, has_or_have, is_or_are
+from unickpt.diagnosis.reports.verdict_line import VerdictLine, exit_text
+from unickpt.diagnosis.reports.wording import MOST_NAMED, call_text, clock_time, counted, has_or_have, is_or_are
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
 
 SHORTEST_S = 2.0  # shorter waits are usual
@@ -75,7 +76,7 @@ class VerdictText:
 
 def render(verdict: Verdict, snapshot: Snapshot) -> VerdictText:
     """Render one verdict on a snapshot."""
-    sentence = "; ".join([_found(verdict, snapshot), *_places(verdict)])
+    sentence = "; ".join([_found(verdict, snapshot), *_places(verdict), *_hardware(verdict)])
     line = VerdictLine.of(verdict)
     return VerdictText(str(line), sentence, next_text(verdict), command_of(verdict), line.since)
 
@@ -87,7 +88,24 @@ def render_all(verdicts: Sequence[Verdict], snapshot: Snapshot) -> list[VerdictT
 
 def as_json(verdicts: Sequence[Verdict], texts: Sequence[VerdictText]) -> list[dict[str, Any]]:
     """Return verdicts with their texts as JSON types."""
-    return [{**verdict.as_json(), **text.as_json()} for verdict, text in zip(verdicts, texts, strict=True)]
+    return [one_as_json(verdict, text) for verdict, text in zip(verdicts, texts, strict=True)]
+
+
+def one_as_json(verdict: Verdict, text: VerdictText) -> dict[str, Any]:
+    """Return one verdict with its texts as JSON types."""
+    found = verdict.as_json()
+    found["hardware"] = [
+        {**fields, "text": event_text(event)} for fields, event in zip(found["hardware"], verdict.hardware, strict=True)
+    ]
+    return {**found, **text.as_json()}
+
+
+def _hardware(verdict: Verdict) -> list[str]:
+    """Say what has happened to the hardware of the hosts at fault."""
+    if not verdict.hardware:
+        return []
+    where = " and ".join(verdict.hosts[:2]) + (" and others" if len(verdict.hosts) > 2 else "")
+    return [f"on {where}: {', '.join(map(timed_text, verdict.hardware))}"]
 
 
 def render_waits(snapshot: Snapshot) -> list[str]:

@@ -1,7 +1,8 @@
-"""Words for ranks, groups and calls in the sentences of verdicts."""
+"""Words for ranks, groups, calls and times in the sentences of verdicts."""
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 
 from unickpt.diagnosis.detectors.observations import CallRef
@@ -43,3 +44,16 @@ def is_or_are(ranks: Sequence[int]) -> str:
 def has_or_have(ranks: Sequence[int]) -> str:
     """'has' for one rank, otherwise 'have'."""
     return "has" if len(ranks) == 1 else "have"
+
+
+def clock_time(ns: int) -> str:
+    """Local time of day with the offset of its zone, ``14:03:07+01:00``; ``unknown`` for times that no calendar has."""
+    return zoned_time(ns).rpartition("T")[2]
+
+
+def zoned_time(ns: int) -> str:
+    """Local time in ISO 8601 with the offset of its zone, to the second; ``unknown`` for times that no calendar has."""
+    try:
+        return datetime.datetime.fromtimestamp(ns // 1_000_000_000).astimezone().isoformat()
+    except (ValueError, OverflowError, OSError):  # rings are not trusted
+        return "unknown"

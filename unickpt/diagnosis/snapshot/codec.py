@@ -13,6 +13,7 @@ import numpy.typing as npt
 from unickpt.base.errors import FormatError
 from unickpt.base.failure_kinds import FailureKind, Remedy
 from unickpt.base.round_folder import Failed
+from unickpt.diagnosis.hardware.kept import as_fields, from_fields
 from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import DEEPEST, Frame
@@ -32,7 +33,7 @@ from unickpt.diagnosis.snapshot.snapshot import (
 from unickpt.diagnosis.snapshot.steps import STEP
 from unickpt.diagnosis.snapshot.tcp_windows import WINDOW
 
-VERSION = 11
+VERSION = 12
 _LONGEST = 4096  # characters of a text
 _LATEST_NS = 1 << 62
 _LONGEST_S = 1e9
@@ -73,6 +74,7 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
             for rank, r in snapshot.ranks.items()
         },
         "absent": {str(rank): [one.pid, one.host, one.state.value] for rank, one in snapshot.absent.items()},
+        "hardware": {host: as_fields(found) for host, found in snapshot.hardware.items()},
         "tables": {name: len(table) for name, table in tables.items()},
     }
     text = json.dumps(head).encode()
@@ -108,6 +110,7 @@ def decode_snapshot(data: bytes) -> Snapshot:
             longest_wait_ns=_time(head["longest_wait_ns"]),
             problems=problems,
             absent={_number(int(rank), MOST_RANKS): _absent(*fields) for rank, fields in head["absent"].items()},
+            hardware={_text(host): from_fields(*fields) for host, fields in head["hardware"].items()},
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, struct.error) as err:
         raise FormatError(f"not the bytes of a snapshot: {type(err).__name__}: {err}") from err

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from unickpt.base.round_folder import Failed
+from unickpt.diagnosis.hardware.events import HostHardware
+from unickpt.diagnosis.hardware.kept import moved
 from unickpt.diagnosis.host.process_exits import ExitStatus, ProcessExit
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame
@@ -185,6 +187,7 @@ class Snapshot:
         absent: ranks that were started and have not begun to record.
         cpu_waits: times of earlier looks, with the share of time, 0 to 1, in which the median rank waited for a processor;
             empty after a single look.
+        hardware: what each host says of its hardware.
     """
 
     now_ns: int
@@ -198,6 +201,7 @@ class Snapshot:
     problems: Sequence[str] = field(default_factory=tuple)
     absent: Mapping[int, AbsentRank] = field(default_factory=dict)
     cpu_waits: Sequence[tuple[int, float]] = ()
+    hardware: Mapping[str, HostHardware] = field(default_factory=dict)
 
     def comm_of(self, name: str) -> int:
         """Return the number of a communicator; -1 if it is unknown."""
@@ -210,6 +214,7 @@ def take_snapshot(
     exits: Mapping[int, ProcessExit] | None = None,
     *,
     newest_steps: int = NEWEST_STEPS,
+    hardware: Mapping[str, HostHardware] | None = None,
 ) -> Snapshot:
     """Take a snapshot of one host.
 
@@ -218,6 +223,7 @@ def take_snapshot(
         stacks: stack of each rank that was asked for it.
         exits: end of each watched process that has ended.
         newest_steps: steps of each rank.
+        hardware: what each host of the folder says of its hardware.
     """
     known: dict[str, int] = {}
     groups: list[GroupInfo] = []
@@ -240,6 +246,7 @@ def take_snapshot(
         longest_wait_ns=longest,
         problems=job.unreadable,
         absent=job.absent,
+        hardware=hardware or {},
     )  # fmt: skip
 
 
@@ -339,6 +346,11 @@ def merge_snapshots(snapshots: Sequence[Snapshot], offsets_ns: Sequence[int], no
         max([snapshot.longest_wait_ns for snapshot in snapshots], default=0),
         [text for snapshot in snapshots for text in snapshot.problems],
         {rank: one for snapshot in snapshots for rank, one in snapshot.absent.items() if rank not in ranks},
+        hardware={
+            host: one
+            for snapshot, offset in zip(snapshots, offsets_ns, strict=True)
+            for host, one in moved(snapshot.hardware, offset).items()
+        },
     )  # fmt: skip
 
 

@@ -29,7 +29,9 @@ from unickpt.base.prometheus import OpenPort, Scrape
 from unickpt.diagnosis.agent.launch import write_address
 from unickpt.diagnosis.agent.loop import EVERY_S, PREFIX, Agent, Look, RingLooks, notice, over, tell
 from unickpt.diagnosis.agent.server import Collector, answer_prometheus, secret_of, serve
+from unickpt.diagnosis.detectors.hardware import broken_hosts, weight_of
 from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
+from unickpt.diagnosis.hardware.sampler import HardwareSampler
 from unickpt.diagnosis.recording.ring_folder import SessionNote, read_note
 from unickpt.diagnosis.reports.verdict_text import render
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
@@ -100,6 +102,7 @@ class RoundWatch:
         note: what its workers want.
         collector: snapshots of the other hosts, if this agent collects them.
         predict: what the job would gain without slow ranks.
+        hardware: reads what the hardware of this host tells.
 
     Attributes:
         rings: the rings, and the ends of the ranks.
@@ -107,13 +110,18 @@ class RoundWatch:
     """
 
     def __init__(
-        self, assignment: Assignment, note: SessionNote, collector: Collector | None, predict: PredictGain | None = None
+        self,
+        assignment: Assignment,
+        note: SessionNote,
+        collector: Collector | None,
+        predict: PredictGain | None = None,
+        hardware: HardwareSampler | None = None,
     ) -> None:
         self.assignment, self.folder = assignment, Path(note.folder)
         self._collector, key = collector, bytes.fromhex(assignment.key)
         self._agent = Agent(
             self.folder, tell, collector, lambda: assignment.hub, name=assignment.host, key=key, movement=True,
-            host=assignment.host,
+            host=assignment.host, hardware=hardware,
         )  # fmt: skip
         self.rings = RingLooks(self.folder)
         self._pause_ns = 0
@@ -179,8 +187,16 @@ def _finding(verdict: Verdict, found: Look, hosts: Mapping[int, str], slow_s: fl
     age_s = slow_s if verdict.syndrome in SLOW else max(0.0, (found.snapshot.now_ns - verdict.since_ns) / 1e9)
     movement = f", without movement for {still:.0f} s, in one place for {place:.0f} s" if still or place else ""
     text = f"{render(verdict, found.snapshot).line}; for {age_s:.0f} s{movement}"[:LONGEST_TEXT]
-    finding = finding_of(verdict, hosts, found.snapshot.now_ns, still=still, same_place=place, text=text, predicted=predicted)
+    finding = finding_of(
+        verdict, hosts, found.snapshot.now_ns, still=still, same_place=place, text=text, predicted=predicted,
+        hardware=weight_of(verdict, found.snapshot), blamed=_one(broken_hosts(verdict, found.snapshot)),
+    )  # fmt: skip
     return replace(finding, age_s=age_s)
+
+
+def _one(hosts: Sequence[str]) -> str:
+    """Return the host, if there is one alone."""
+    return hosts[0] if len(hosts) == 1 else ""
 
 
 class Watcher:
@@ -193,7 +209,7 @@ class Watcher:
     """
 
     def __init__(self, listener: socket, predict: PredictGain | None = None, record: Path | None = None) -> None:
-        self._predict, self._record = predict, record
+        self._predict, self._record, self._hardware = predict, record, HardwareSampler()
         self._lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._hub: tuple[Collector, str] = (Collector(), "")
         self._round: RoundWatch | None = None
@@ -285,7 +301,8 @@ class Watcher:
             note = read_note(Path(assignment.folder))
             if note is None or not note.watch:
                 return AWAITS_S
-            self._round = RoundWatch(assignment, note, self._hub[0] if assignment.is_hub else None, self._predict)
+            collector = self._hub[0] if assignment.is_hub else None
+            self._round = RoundWatch(assignment, note, collector, self._predict, self._hardware)
             if assignment.hub and assignment.is_hub:
                 write_address(self._round.folder, assignment.hub)
                 self._answer_prometheus(replace(note.metrics, job=note.metrics.job or assignment.job))

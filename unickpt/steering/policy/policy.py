@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from unickpt.base.options.steering import SteeringOptions
+from unickpt.diagnosis.detectors.hardware import Weight
 from unickpt.diagnosis.detectors.observations import (
     DownMember,
     Exited,
@@ -21,7 +22,7 @@ from unickpt.diagnosis.detectors.observations import (
 )
 from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome, Verdict
 from unickpt.diagnosis.host.process_state import State
-from unickpt.steering.state.membership import JobPhase, Membership
+from unickpt.steering.state.membership import NEVER_S, JobPhase, Membership
 from unickpt.steering.state.orders import Action, Order
 
 
@@ -45,6 +46,7 @@ class Row(enum.Enum):
     DEAD_OUT = "a rank is dead: its host is out"
     STOPPED_OUT = "a process is stopped: its host is out"
     HUNG_OUT = "a rank hangs by its own doing: its host is out"
+    BROKEN_OUT = "hardware of a host has failed, and its rank is dead, hangs or is slow: it is out until a person admits it"
     AT_FAULT_BUT_NEEDED = "without the host too few hosts are left: restart in place"
     COMMON = "more than half of the hosts are blamed: restart in place, because the cause is none of them"
     PROGRAM = "mismatched calls or a deadlock: restart in place"
@@ -71,6 +73,7 @@ class Finding:
         blamed: of a link, the end that a pairwise check has blamed; '' if it has not been checked.
         ranks: ranks at fault.
         text: the finding in words, for the log.
+        hardware: what the hardware says about the hosts.
     """
 
     fault: Fault
@@ -83,6 +86,7 @@ class Finding:
     blamed: str = ""
     text: str = ""
     ranks: tuple[int, ...] = ()
+    hardware: Weight = Weight.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ class History:
 
 def finding_of(
     verdict: Verdict, hosts: Mapping[int, str], now_ns: int, *, still: float = 0.0, same_place: float = 0.0, blamed: str = "",
-    text: str = "", predicted: float | None = None,
+    text: str = "", predicted: float | None = None, hardware: Weight = Weight.UNKNOWN,
 ) -> Finding:  # fmt: skip
     """Return what the policy must know about a verdict.
 
@@ -116,6 +120,7 @@ def finding_of(
         same_place: seconds in which they were in the same functions, the least of them.
         blamed: result of the check of a link.
         text: the verdict in words.
+        hardware: what the hardware says about the hosts.
         predicted: gain that a replay of the records predicts; None: the excess of the ranks' steps is the gain.
     """
     ranks = verdict.link if verdict.link is not None else verdict.ranks
@@ -126,7 +131,7 @@ def finding_of(
     return Finding(
         fault=_fault(verdict), hosts=found, age_s=max(0.0, (now_ns - verdict.since_ns) / 1e9), still_s=still,
         same_place_s=same_place, ranks=verdict.ranks if verdict.link is None else (),
-        at_work=_at_work(verdict), gain=min(gain, 1.0), blamed=blamed, text=text,
+        at_work=_at_work(verdict), gain=min(gain, 1.0), blamed=blamed, text=text, hardware=hardware,
     )  # fmt: skip
 
 
@@ -181,8 +186,13 @@ def decide(findings: Iterable[Finding], history: History, state: Membership, opt
 
 def _orders(finding: Finding, history: History, state: Membership, options: SteeringOptions) -> list[Order]:
     fault, age_s = finding.fault, finding.age_s
-    pause_s = options.pause_factor * history.longest_pause_s
-    hangs = age_s >= max(options.hang_seconds, pause_s)
+    broken, factor = finding.hardware is Weight.PRESENT, _factor(finding, options)
+    pause_s = 0.0 if broken else options.pause_factor * history.longest_pause_s
+    hangs = age_s >= max(options.hang_seconds * factor, pause_s)
+    if broken and fault in (Fault.HUNG, Fault.NETWORK) and hangs and finding.hosts:
+        return _out(Row.BROKEN_OUT, finding, finding.hosts, history, state, options)
+    if broken and fault is Fault.DEAD and age_s >= options.dead_seconds * factor:
+        return _out(Row.BROKEN_OUT, finding, finding.hosts, history, state, options)
     if fault is Fault.DEAD and age_s >= options.dead_seconds:
         return _out(Row.DEAD_OUT, finding, finding.hosts, history, state, options)
     if fault is Fault.STOPPED and age_s >= options.stopped_seconds:
@@ -199,7 +209,13 @@ def _orders(finding: Finding, history: History, state: Membership, options: Stee
 
 
 def _stands(finding: Finding, options: SteeringOptions) -> bool:
-    return finding.still_s >= options.still_seconds or finding.same_place_s >= options.loop_seconds
+    loop_s = options.loop_seconds * max(_factor(finding, options), 1.0)
+    return finding.still_s >= options.still_seconds or finding.same_place_s >= loop_s
+
+
+def _factor(finding: Finding, options: SteeringOptions) -> float:
+    """Return by what the deadlines of a finding are multiplied: less with broken hardware, more without any sign of it."""
+    return {Weight.PRESENT: options.broken_factor, Weight.ABSENT: options.sound_factor}.get(finding.hardware, 1.0)
 
 
 def _link(finding: Finding, hangs: bool, history: History, state: Membership, options: SteeringOptions) -> list[Order]:
@@ -220,11 +236,13 @@ def _link(finding: Finding, hangs: bool, history: History, state: Membership, op
 def _slow(
     finding: Finding, hosts: tuple[str, ...], history: History, state: Membership, options: SteeringOptions
 ) -> list[Order]:
-    if options.slow != "evict" or finding.age_s < options.slow_seconds or finding.at_work or state.round is None:
+    lasts = finding.age_s >= options.slow_seconds * _factor(finding, options)
+    if options.slow != "evict" or not lasts or finding.at_work or state.round is None:
         return []
     now, later = len(state.round.members), state.limits.size(len(_usable(state) - set(hosts)))
     pays = later == now or finding.gain > (now - later) / now
-    return _out(Row.SLOW_OUT, finding, hosts, history, state, options) if later and pays else []
+    row = Row.BROKEN_OUT if finding.hardware is Weight.PRESENT else Row.SLOW_OUT
+    return _out(row, finding, hosts, history, state, options) if later and pays else []
 
 
 def _usable(state: Membership) -> set[str]:
@@ -243,7 +261,8 @@ def _out(
     if not state.limits.size(len(_usable(state) - set(hosts))):
         return _restart(Row.AT_FAULT_BUT_NEEDED, finding, history, options)
     times = max(history.evictions.get(host, 0) for host in hosts)
-    return [Order(Action.PARK, hosts, row.name, finding.text, state.limits.out_for_s(times), _to_kill(finding))]
+    for_s = NEVER_S if finding.hardware is Weight.PRESENT else state.limits.out_for_s(times)
+    return [Order(Action.PARK, hosts, row.name, finding.text, for_s, _to_kill(finding))]
 
 
 def _restart(row: Row, finding: Finding, history: History, options: SteeringOptions) -> list[Order]:
@@ -255,4 +274,5 @@ def _restart(row: Row, finding: Finding, history: History, options: SteeringOpti
 
 def _to_kill(finding: Finding) -> tuple[int, ...]:
     """Return ranks that may not react to SIGTERM. All others may use the time that torchrun gives them to finish a save."""
-    return finding.ranks if finding.fault in (Fault.STOPPED, Fault.HUNG) else ()
+    hangs = finding.fault in (Fault.STOPPED, Fault.HUNG)
+    return finding.ranks if hangs or (finding.fault is Fault.NETWORK and finding.hardware is Weight.PRESENT) else ()

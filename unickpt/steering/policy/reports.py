@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from unickpt.diagnosis.detectors.hardware import Weight
 from unickpt.steering.policy.policy import Fault, Finding
 from unickpt.steering.state.history import count, seconds
 from unickpt.steering.wire.codec import SteeringError
@@ -31,7 +32,9 @@ class HubReport:
 
 def report_as_json(report: HubReport) -> dict[str, Any]:
     """Return a report as JSON types."""
-    findings = [{**asdict(each), "fault": each.fault.value} for each in report.findings[:MOST_FINDINGS]]
+    findings = [
+        {**asdict(each), "fault": each.fault.value, "hardware": each.hardware.value} for each in report.findings[:MOST_FINDINGS]
+    ]
     return {"epoch": report.epoch, "step": report.step, "pause_s": report.pause_s, "findings": findings}
 
 
@@ -70,6 +73,7 @@ def _finding(value: Any) -> Finding:
         blamed=_text(value["blamed"]),
         text=_text(value["text"]),
         ranks=tuple(count(rank) for rank in _items(value["ranks"])),
+        hardware=Weight(value["hardware"]),
     )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 from tests.unit.diagnosis.agent.made import hung
 from unickpt.base.prometheus import Scrape
 from unickpt.cli.main import main
-from unickpt.diagnosis.agent import launch, server
+from unickpt.diagnosis.agent import launch, loop, server
 from unickpt.diagnosis.agent.loop import Agent, notice
 from unickpt.diagnosis.agent.server import Collector, fetch, secret_of, send, serve
 from unickpt.diagnosis.detectors.examine import examine
@@ -75,7 +76,10 @@ def test_two_agents_are_one_view(tmp_path: Path, served: tuple[Collector, str]) 
     assert verdict.ranks == (2,)
 
 
-def test_the_agent_of_the_rank_at_fault_also_reports_it(tmp_path: Path, served: tuple[Collector, str]) -> None:
+def test_the_agent_of_the_rank_at_fault_also_reports_it(
+    tmp_path: Path, served: tuple[Collector, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "PLACE_S", 0.0)
     first, second, address, lines = looked_at_by_two(tmp_path, served, since_s=130)
     assert len(lines["a"]) == len(lines["b"]) == 3  # once, not in every pass
     line = parse_line(lines["b"][0])
@@ -88,6 +92,24 @@ def test_the_agent_of_the_rank_at_fault_also_reports_it(tmp_path: Path, served: 
         assert noted["line"] == lines["b"][0]
     verdicts = json.loads(urllib.request.urlopen(f"{address}/verdicts").read())
     assert verdicts["verdicts"][0]["sentence"].startswith("rank 2")
+
+
+def test_a_verdict_waits_for_the_place_of_a_rank_on_another_host(
+    tmp_path: Path, served: tuple[Collector, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "PLACE_S", 0.2)  # the processes of this test never answer
+    collector, address = served
+    first, second = split(tmp_path, 130)
+    lines: dict[str, list[str]] = {"a": [], "b": []}
+    agents = Agent(first, lines["a"].append, collector), Agent(second, lines["b"].append, address=lambda: address)
+    for _ in range(2):
+        agents[1].look(read_folder(second))
+        agents[0].look(read_folder(first))
+    assert lines == {"a": [], "b": []}
+    time.sleep(0.25)
+    agents[1].look(read_folder(second))
+    agents[0].look(read_folder(first))
+    assert len(lines["a"]) == len(lines["b"]) == 3
 
 
 def test_a_single_agent_reports_nothing_about_other_hosts(tmp_path: Path) -> None:
@@ -144,8 +166,8 @@ def test_prometheus_is_answered(tmp_path: Path) -> None:
             text = urllib.request.urlopen(f"{base}/{path}").read().decode()
             assert 'unickpt_rank_step{job_name="llama",rank="1"} 20.0' in text
             verdict = (
-                f'at="",cause="compute",host="{socket.gethostname()}",job_name="llama",next="LooksAtProcess",rank="2",'
-                'syndrome="non-communication hang"'
+                f'at="",cause="compute",hardware="",host="{socket.gethostname()}",job_name="llama",next="LooksAtProcess",'
+                'rank="2",syndrome="non-communication hang"'
             )
             assert f"unickpt_verdict_since_timestamp_seconds{{{verdict}}} " in text
             assert f"unickpt_verdicts{{{verdict}}} 1.0" in text

@@ -231,7 +231,8 @@ def test_text_from_a_ring_is_escaped_in_the_log(tmp_path: Path) -> None:
     assert is_plain(line + sentence + advice)
 
 
-def test_text_from_another_agent_is_escaped_in_the_log(tmp_path: Path) -> None:
+def test_text_from_another_agent_is_escaped_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "PLACE_S", 0.0)
     hung(tmp_path)
     lines: list[str] = []
     said = json.dumps({"ask": [], "notices": [["a", "unickpt HANG rank=3", ODD]] * 3}).encode()

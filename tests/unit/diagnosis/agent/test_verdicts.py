@@ -17,7 +17,7 @@ import pytest
 
 from tests.unit.diagnosis.agent.made import S, call, hung, made_up, ring
 from unickpt.base.private_files import append
-from unickpt.diagnosis.agent.loop import StepHistory
+from unickpt.diagnosis.agent.step_history import StepHistory
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.p2p_links import transfers_of
 from unickpt.diagnosis.detectors.verdicts import Syndrome
