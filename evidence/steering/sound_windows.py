@@ -28,6 +28,7 @@ CONF = "stopped_seconds=6,hang_seconds=10,still_seconds=3,loop_seconds=14,dead_s
 WORKER = str(Path(__file__).with_name("sound_worker.py"))
 BEGIN, FINISH = "<!-- table: made by python -m evidence.steering.sound_windows -->\n\n", "\n<!-- end of table -->"
 _ORDER = re.compile(r"order: (park [^\n]*|restart[^\n]*|stop[^\n]*|not executed[^\n]*)")
+_QUOTED = re.compile(r"unickpt (?:HANG|NETWORK_HANG|SLOW|SLOW_LINK) .*evidence=([^\n]*)")
 _SAID = re.compile(r"unickpt (HANG|NETWORK_HANG|SLOW|SLOW_LINK|MISMATCH|DEADLOCK) ")
 
 
@@ -49,6 +50,7 @@ def result(job: Agents, hosts: int, seed: int) -> dict[str, Any]:
         "seconds": [seconds for _, seconds in found],
         "orders": _ORDER.findall(said),
         "verdicts": collections.Counter(_SAID.findall(said)),
+        "quoted": collections.Counter(_QUOTED.findall(said)),
         "rounds": len({each.round for each in job.starts()}),
     }
 

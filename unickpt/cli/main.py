@@ -75,6 +75,7 @@ COMMANDS = (
     _Command("report", "write an HTML report of a job's ranks", _REPEAT),
     _Command("trace", "write the calls of a job as a Perfetto trace", _REPEAT),
     _Command("metrics", "print measurements of a job for Prometheus, or write them for TensorBoard", _REPEAT),
+    _Command("otlp", "send steps, metrics and verdicts of a job to an OpenTelemetry collector", _REPEAT),
     _Command("whatif", "price every rank, link, stage and cause of a slow step by a replay"),
     _Command("plan", "plan the next run: parallel layout, pipeline stages, order of hosts"),
     _Command("hosts", "show, park or admit the hosts of a job of torchrun --rdzv-backend unickpt"),

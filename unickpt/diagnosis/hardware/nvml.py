@@ -76,27 +76,30 @@ def gpu_thread(roots: Roots) -> GpuThread | None:
     if roots.nvml is not None:
         path = roots.nvml
         return GpuThread(lambda: _recorded(path), every_s=0.1) if path.exists() else None
-    return GpuThread(_through_nvml) if installed() else None
+    return GpuThread(_Nvml()) if installed() else None
 
 
 def _recorded(path: Path) -> Reading:
     return {device: GpuReading(**fields) for device, fields in json.loads(path.read_text()).items()}
 
 
-def _through_nvml() -> Reading:
-    """Read all GPUs. The first call initialises NVML. A GPU that cannot be read any more is missing in the result."""
-    nvml: Any = import_module("pynvml")
-    nvml.nvmlInit()  # counts how often it is called, and costs nothing from the second time on
-    try:
+class _Nvml:
+    """Reads all GPUs. The first call initialises NVML, for the life of this process. A GPU that cannot be read is left out."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+
+    def __call__(self) -> Reading:
+        if self._nvml is None:
+            nvml: Any = import_module("pynvml")
+            nvml.nvmlInit()
+            self._nvml = nvml
         found = {}
-        for index in range(nvml.nvmlDeviceGetCount()):
-            with contextlib.suppress(nvml.NVMLError):
-                device = nvml.nvmlDeviceGetHandleByIndex(index)
-                bus = nvml.nvmlDeviceGetPciInfo(device).busId
-                found[_name(bus)] = _gpu(nvml, device)
+        for index in range(self._nvml.nvmlDeviceGetCount()):
+            with contextlib.suppress(self._nvml.NVMLError):
+                device = self._nvml.nvmlDeviceGetHandleByIndex(index)
+                found[_name(self._nvml.nvmlDeviceGetPciInfo(device).busId)] = _gpu(self._nvml, device)
         return found
-    finally:
-        nvml.nvmlShutdown()
 
 
 def _name(bus: Any) -> str:
