@@ -18,12 +18,12 @@ from unickpt.diagnosis.snapshot.steps import STEP
 
 
 def waiting_for(folder: Path, since_s: float, state: State, pid: int = 17) -> Snapshot:
-    """Return a job whose ranks wait for rank 2, of which there is no ring."""
-    hung(folder, since_s=since_s)
+    """Return a job whose ranks wait for rank 2, of which there is no ring. The host may have been up for less long."""
+    hung(folder, since_s=30)
     for ring in folder.glob("*00002*"):
         ring.unlink()
     seen = take_snapshot(read_folder(folder))
-    return replace(seen, absent={2: AbsentRank(pid, "here", state)})
+    return replace(seen, now_ns=seen.now_ns + int((since_s - 30) * 1e9), absent={2: AbsentRank(pid, "here", state)})
 
 
 @pytest.mark.parametrize(
