@@ -39,7 +39,7 @@ from unickpt.diagnosis.host.movement import ProcessSample, Traffic, same_place_s
 from unickpt.diagnosis.host.process_exits import ExitWatcher, ProcessExit, append_exits
 from unickpt.diagnosis.host.process_state import CpuWaitSampler, State
 from unickpt.diagnosis.host.stack_dumps import Frame
-from unickpt.diagnosis.host.tcp_counters import connections_of
+from unickpt.diagnosis.host.tcp_counters import Sockets, connections_of
 from unickpt.diagnosis.layer_costs.store import default_store
 from unickpt.diagnosis.recording.records import Op, Records
 from unickpt.diagnosis.recording.ring import RingReader
@@ -47,15 +47,15 @@ from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
 from unickpt.diagnosis.reports.verdict_line import parse_line
 from unickpt.diagnosis.reports.verdict_text import VerdictText, one_as_json, render, render_all
 from unickpt.diagnosis.snapshot.clocks import on_one_clock
-from unickpt.diagnosis.snapshot.snapshot import RankSnapshot, Snapshot, take_snapshot
+from unickpt.diagnosis.snapshot.snapshot import LayerSample, RankSnapshot, RankTables, Snapshot, take_snapshot
 from unickpt.diagnosis.snapshot.stacks import can_answer, stacks_of
 from unickpt.diagnosis.snapshot.tcp_windows import TcpSampler
 
 EVERY_S = 1.0
 PREFIX = "unickpt: "  # of lines for a person
-RECORDS, FEWEST = 16_384, 512  # newest records of every rank that are read: most, fewest
+RECORDS, FEWEST = 16_384, 256  # newest records of every rank that are read: most, fewest
 _WITHOUT_STEPS = 2048  # fewest, while the length of a step is unknown
-_ALL_LOOKS = 10  # every tenth look reads RECORDS: steps may have become longer
+_ALL_LOOKS = 10  # of so many looks without a whole step, one reads RECORDS: steps may have become longer
 VERDICTS, STARTED = "verdicts.jsonl", "started"  # beside the rings: verdicts; process number of the newest agent, by host
 _WITHOUT_RANKS_S = 60.0  # wait for the first ring
 _AGAIN_S = 60.0  # a lasting verdict is written again
@@ -154,7 +154,7 @@ class RingLooks:
         self._folder, self._looks = folder, 0
         self._before: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
-        self._step = 0  # records of the longest step that was seen whole
+        self._steps: deque[int] = deque(maxlen=_ALL_LOOKS)  # of each look: records of the longest step that was seen whole
         self._readers: dict[Path, RingReader] = {}
         self.exits = ExitWatcher()
 
@@ -164,11 +164,12 @@ class RingLooks:
         Raises:
             UnickptError, OSError: there is no readable ring.
         """
-        whole = self._looks % _ALL_LOOKS == 0
-        last = RECORDS if whole else window(self._before, self._numbers, self._step)
+        step = max(self._steps, default=0)
+        whole = not step and self._looks % _ALL_LOOKS == 0
+        last = RECORDS if whole else window(self._before, self._numbers, step)
         job = read_folder(self._folder, last=last, readers=self._readers)
         self._looks += 1
-        self._step = max([0 if whole else self._step, *(_longest_step(ring.records) for ring in job.ranks.values())])
+        self._steps.append(max((_longest_step(ring.records) for ring in job.ranks.values()), default=0))
         self.exits.watch(
             ring.identity.pid for rank, ring in job.ranks.items() if job.states[rank] not in (State.DEAD, State.UNKNOWN)
         )
@@ -184,7 +185,7 @@ def _longest_step(records: Records) -> int:
 
 
 def window(before: dict[int, int], now: dict[int, int], step: int) -> int:
-    """Return how many records the next look reads: several times the number that came since the last one, and whole steps.
+    """Return how many records the next look reads: twice the number that came since the last one, and two whole steps.
 
     Args:
         before: number of the newest record of each rank, at the look before the last.
@@ -192,7 +193,7 @@ def window(before: dict[int, int], now: dict[int, int], step: int) -> int:
         step: records of the longest step; 0 if unknown.
     """
     new = max((number - before.get(rank, 0) for rank, number in now.items()), default=RECORDS)
-    return min(max(4 * new, 3 * step, FEWEST if step else _WITHOUT_STEPS), RECORDS)
+    return min(max(2 * (new + step), FEWEST if step else _WITHOUT_STEPS), RECORDS)
 
 
 def over(job: HostRings) -> bool:
@@ -265,7 +266,7 @@ class Agent:
         self._noted: dict[int, ProcessExit] = {}
         self._history = StepHistory()
         self._sampler, self._usual, self._cpu_waits = TcpSampler(), LinkHistory(), CpuWaitSampler()
-        self._traffic = Traffic()
+        self._traffic, self._sockets, self._tables = Traffic(), Sockets(), RankTables()
         self._prior = LayerPrior(folder, store or default_store())
         self._hardware, self._kept = hardware, HostHardware()
         self._dead: set[int] = set()  # ranks of this host at the last look
@@ -282,16 +283,15 @@ class Agent:
             What the job's first agent has found; None from another agent.
         """
         self._note_exits(exits or {})
-        own = take_snapshot(job, {rank: text for rank, (text, _) in self._stacks.items()}, exits)
+        own = take_snapshot(job, {rank: text for rank, (text, _) in self._stacks.items()}, exits, tables=self._tables)
         pids = {rank: one.pid for rank, one in own.ranks.items() if one.state is not State.DEAD}
         shares = self._cpu_waits.shares(time.monotonic_ns(), pids)
         layers = self._prior.look()
         self._remember_layers(own)
         ranks = {
-            rank: dataclasses.replace(self._with_movement(rank, one, shares.get(rank, 0.0)), layers=layers.get(rank))
-            for rank, one in own.ranks.items()
+            rank: self._with_movement(rank, one, shares.get(rank, 0.0), layers.get(rank)) for rank, one in own.ranks.items()
         }
-        connections = connections_of(pids)
+        connections = connections_of(pids, self._sockets)
         self._traffic.add(connections, time.monotonic())
         windows = self._sampler.window(time.monotonic_ns(), connections)
         own = _named(self._with_hardware(dataclasses.replace(own, ranks=ranks, windows=windows)), self._host)
@@ -410,9 +410,10 @@ class Agent:
         if taken is not None:
             self._moves.setdefault(rank, deque(maxlen=_SAMPLES)).append(taken)
 
-    def _with_movement(self, rank: int, one: RankSnapshot, cpu_wait: float) -> RankSnapshot:
+    def _with_movement(self, rank: int, one: RankSnapshot, cpu_wait: float, layers: LayerSample | None) -> RankSnapshot:
         moves = self._moves.get(rank, ())
-        return dataclasses.replace(one, cpu_wait=cpu_wait, still_s=still_s(moves), same_place_s=same_place_s(moves))
+        still, same_place = (still_s(moves), same_place_s(moves)) if moves else (0.0, 0.0)
+        return dataclasses.replace(one, cpu_wait=cpu_wait, still_s=still, same_place_s=same_place, layers=layers)
 
     def _once(self, key: str, text: VerdictText, *, awaits: bool = False) -> bool:
         """Write a verdict unless it was written lately, or ``awaits`` its place; return whether it was."""

@@ -42,21 +42,52 @@ _MESSAGE = struct.Struct("=BBBB2s2s16s16sI8sIIIII")  # inet_diag_msg: family, st
 _BACKOFF, _UNACKED, _RTT, _RETRANSMITS, _ACKED, _RECEIVED, _UNSENT, _BUSY, _FULL = 4, 24, 68, 100, 120, 128, 144, 168, 176
 
 
-def connections_of(pids: Mapping[int, int]) -> Connections:
-    """Return the connections of ranks on this host, by their process numbers; empty if the system gives no access."""
-    owner: dict[int, int] = {}
-    for rank, pid in pids.items():
-        with contextlib.suppress(OSError):
-            for entry in os.scandir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    target = os.readlink(entry.path)
-                    if target.startswith("socket:["):
-                        owner[int(target[8:-1])] = rank
+def connections_of(pids: Mapping[int, int], sockets: Sockets | None = None) -> Connections:
+    """Return the connections of ranks on this host; empty if the system gives no access.
+
+    Args:
+        pids: process number of each rank.
+        sockets: sockets that a caller who looks again keeps.
+    """
+    owner = (sockets or Sockets()).owners(pids)
     rows: list[tuple[int, ...]] = []
     if owner:
         with contextlib.suppress(OSError):
             _ask(owner, rows)
     return np.array(rows, CONNECTION)
+
+
+class Sockets:
+    """Sockets of processes. A process with many open files is costly to look at, so each look renews a part of them.
+
+    Args:
+        every: looks after which the sockets of a process are renewed. The first as many looks renew all.
+    """
+
+    def __init__(self, every: int = 5) -> None:
+        self._every, self._looks = every, 0
+        self._known: dict[int, tuple[int, list[int]]] = {}  # by rank: process number, inodes
+
+    def owners(self, pids: Mapping[int, int]) -> dict[int, int]:
+        """Return the rank of each socket, by its inode, at one look."""
+        known, self._known = self._known, {}
+        for at, (rank, pid) in enumerate(pids.items()):
+            before = known.get(rank)
+            due = self._looks < self._every or (self._looks + at) % self._every == 0
+            self._known[rank] = before if before is not None and before[0] == pid and not due else (pid, _sockets_of(pid))
+        self._looks += 1
+        return {inode: rank for rank, (_, inodes) in self._known.items() for inode in inodes}
+
+
+def _sockets_of(pid: int) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder := f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"{folder}/{name}")
+                if target.startswith("socket:["):
+                    found.append(int(target[8:-1]))
+    return found
 
 
 def _ask(owner: Mapping[int, int], rows: list[tuple[int, ...]]) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -112,29 +112,35 @@ DTYPES = tuple(names())
 ITEMSIZES = np.array([0, *map(itemsize_bytes, DTYPES)], np.int64)
 
 
-def begins_ns(records: Records) -> npt.NDArray[np.int64]:
+class ByColumn(Protocol):
+    """Records whose columns are asked for by name: an array of dtype ``RECORD``, or a dictionary of its columns."""
+
+    def __getitem__(self, name: str, /) -> npt.NDArray[Any]: ...
+
+
+def begins_ns(records: ByColumn) -> npt.NDArray[np.int64]:
     """Return int64 ``[n]``: arrival of the rank at each call, on the device where that is known, otherwise on the host."""
     found: npt.NDArray[np.int64] = np.where(records["flags"] & int(Flag.DEVICE_TIMES), records["start_ns"], records["call_ns"])
     return found
 
 
-def bytes_in(records: Records) -> npt.NDArray[np.int64]:
+def bytes_in(records: ByColumn) -> npt.NDArray[np.int64]:
     """Return int64 ``[n]``: bytes that the rank sent."""
     return _bytes(records, "elements_in")
 
 
-def bytes_out(records: Records) -> npt.NDArray[np.int64]:
+def bytes_out(records: ByColumn) -> npt.NDArray[np.int64]:
     """Return int64 ``[n]``: bytes that the rank received."""
     return _bytes(records, "elements_out")
 
 
-def ends_of(rank: int, records: Records) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return ``[n]`` each: source and destination rank of the calls of a rank, from their peers; -1 for collectives."""
+def ends_of(rank: int | npt.NDArray[Any], records: ByColumn) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return ``[n]`` each: source and destination of calls from the rank that made them, and the peer; -1 for collectives."""
     sends, receives = records["op"] == Op.SEND, records["op"] == Op.RECEIVE
     source = np.where(sends, rank, np.where(receives, records["peer"], -1))
     return source, np.where(receives, rank, np.where(sends, records["peer"], -1))
 
 
-def _bytes(records: Records, column: str) -> npt.NDArray[np.int64]:
+def _bytes(records: ByColumn, column: str) -> npt.NDArray[np.int64]:
     sizes: npt.NDArray[np.int64] = ITEMSIZES[records["dtype"]]
     return sizes * records[column].astype(np.int64)

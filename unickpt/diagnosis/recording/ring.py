@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from unickpt.base.errors import ConfigError, FormatError
 from unickpt.base.private_files import free_bytes, make_named_folder, more_room, open_regular, replacing
@@ -282,14 +283,13 @@ class RingReader:
         """Return the records from ``last`` before ``newest`` to those that were written since, the oldest first."""
         end = self._head(newest)
         first = max(newest - last, end - self.capacity, 0)
-        slot = first % self.capacity
-        length = end - first
-        parts = [self._part(slot, min(slot + length, self.capacity))]
-        if slot + length > self.capacity:
-            parts.append(self._part(0, slot + length - self.capacity))
-        found = np.concatenate(parts)
-        around: Records = found[found["begun"] > first]  # without those that a newer one is about to replace
-        return around
+        slot, length = first % self.capacity, end - first
+        numbers = np.arange(first + 1, end + 1, dtype=np.uint64)  # others are about to be replaced, or not yet written
+        until_end = min(length, self.capacity - slot)
+        parts = [self._part(slot, slot + until_end, numbers[:until_end])]
+        if until_end < length:
+            parts.append(self._part(0, length - until_end, numbers[until_end:]))
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def _listed(self, length: int) -> list[dict[str, Any]]:
         """Return the communicators in the first ``length`` bytes of the table, which only grows."""
@@ -309,19 +309,23 @@ class RingReader:
             newest += int(newer[-1]) + 1
         return newest
 
-    def _part(self, lo: int, hi: int) -> Records:
-        """Return the records in slots ``lo`` to ``hi`` without changing and invalid ones."""
+    def _part(self, lo: int, hi: int, numbers: npt.NDArray[np.uint64] | None = None) -> Records:
+        """Return the records in slots ``lo`` to ``hi`` without changing and invalid ones, of these numbers if they are given."""
         if hi - lo > _LOOKED_AT:
-            return np.concatenate([self._part(at, min(at + _LOOKED_AT, hi)) for at in range(lo, hi, _LOOKED_AT)])
+            parts = [(at, min(at + _LOOKED_AT, hi)) for at in range(lo, hi, _LOOKED_AT)]
+            return np.concatenate([self._part(a, b, None if numbers is None else numbers[a - lo : b - lo]) for a, b in parts])
         slots = np.frombuffer(self.map, RECORD, self.capacity, HEADER_BYTES + TABLE_BYTES)[lo:hi]
         written = slots["written"].copy()
         found = slots.copy()
         begun = slots["begun"].copy()
-        place = np.arange(lo, hi, dtype=np.uint64)
-        sound = (written > 0) & (written == found["begun"]) & (written == begun)
-        sound &= (written - np.uint64(1)) % np.uint64(self.capacity) == place
+        sound = (written == found["begun"]) & (written == begun)
+        if numbers is None:
+            place = np.arange(lo, hi, dtype=np.uint64)
+            sound &= (written > 0) & ((written - np.uint64(1)) % np.uint64(self.capacity) == place)
+        else:
+            sound &= written == numbers
         sound &= _KNOWN_OPS[found["op"]] & (found["dtype"] <= len(DTYPES))
-        part: Records = found[sound]
+        part: Records = found if sound.all() else found[sound]
         return part
 
 

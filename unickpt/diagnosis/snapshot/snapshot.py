@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.arrays import Ints
 from unickpt.base.round_folder import Failed
 from unickpt.diagnosis.hardware.events import HostHardware
 from unickpt.diagnosis.hardware.kept import moved
@@ -21,11 +22,12 @@ from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.recording.launched import AbsentRank
 from unickpt.diagnosis.recording.rank_ranges import MOST_MEMBERS, Progressions, coordinates, count_of, expanded, members_in
-from unickpt.diagnosis.recording.records import Flag, Op, Records, begins_ns, bytes_in, bytes_out, ends_of
+from unickpt.diagnosis.recording.records import ByColumn, Flag, Op, begins_ns, bytes_in, bytes_out, ends_of
 from unickpt.diagnosis.recording.ring import RingContents
 from unickpt.diagnosis.recording.ring_folder import HostRings
-from unickpt.diagnosis.snapshot.progress import PROGRESS, ProgressTable, number_groups, rank_progress
-from unickpt.diagnosis.snapshot.steps import STEP, StepRows, steps_of
+from unickpt.diagnosis.snapshot.columns import AT, Columns, columns_of, largest, newest_places
+from unickpt.diagnosis.snapshot.progress import PROGRESS, ProgressTable, number_groups, progress_of_ranks
+from unickpt.diagnosis.snapshot.steps import STEP, StepRows, steps_of_ranks
 from unickpt.diagnosis.snapshot.tcp_windows import WINDOW, Windows
 
 CALL = np.dtype(
@@ -215,6 +217,7 @@ def take_snapshot(
     *,
     newest_steps: int = NEWEST_STEPS,
     hardware: Mapping[str, HostHardware] | None = None,
+    tables: RankTables | None = None,
 ) -> Snapshot:
     """Take a snapshot of one host.
 
@@ -224,30 +227,71 @@ def take_snapshot(
         exits: end of each watched process that has ended.
         newest_steps: steps of each rank.
         hardware: what each host of the folder says of its hardware.
+        tables: communicators that a caller who looks again keeps.
     """
+    of_ranks = (RankTables() if tables is None else tables).of(job.ranks)
     known: dict[str, int] = {}
     groups: list[GroupInfo] = []
-    ranks, rows, steps, calls = {}, [np.zeros(0, PROGRESS)], [np.zeros(0, STEP)], [np.zeros(0, CALL)]
-    longest = 0
-    for rank, ring in job.ranks.items():
-        table = [_group(entry, at, ring.identity.world) for at, entry in enumerate(ring.communicators)]
-        numbers = number_groups([group.name for group in table], known)
-        groups += [group for group, number in zip(table, numbers.tolist(), strict=True) if number >= len(groups)]
-        offset = job.offsets_ns[rank]
-        made = ring.records[(ring.records["op"] <= Op.RECEIVE) & (ring.records["comm"] < len(table))]
-        rows.append(rank_progress(rank, made, numbers, offset_ns=offset))
-        steps.append(steps_of(rank, ring.records, offset_ns=offset)[-newest_steps:])
-        newest = made[-NEWEST_CALLS:]
-        calls.append(calls_of(rank, newest, numbers[newest["comm"]], offset))
-        longest = max(longest, _longest_wait_ns(made))
-        ranks[rank] = _rank(rank, ring, table, made, job, (stacks or {}).get(rank, ()), exits or {})
+    numbers = [np.zeros(0, np.int32)]
+    for table in of_ranks:
+        own = number_groups([group.name for group in table.groups], known)
+        groups += [group for group, number in zip(table.groups, own.tolist(), strict=True) if number >= len(groups)]
+        numbers.append(own)
+    offsets_ns = np.array([job.offsets_ns[rank] for rank in job.ranks], np.int64)
+    records = columns_of({rank: ring.records for rank, ring in job.ranks.items()})
+    counts = np.array([len(table.groups) for table in of_ranks], np.int64)
+    made = records.where((records["op"] <= Op.RECEIVE) & (records["comm"] < counts[records[AT]]))
+    comms = np.concatenate(numbers)[(np.cumsum(counts) - counts)[made[AT]] + made["comm"]]
+    newest = newest_places(made[AT], NEWEST_CALLS, len(of_ranks))
+    calls = made.take(newest)
+    ranks = _ranks(job, of_ranks, made, stacks or {}, exits or {})
     return Snapshot(
-        job.now_ns, ranks, limit_members(groups), np.concatenate(rows), np.concatenate(steps), np.concatenate(calls),
-        longest_wait_ns=longest,
+        job.now_ns, ranks, limit_members(groups), progress_of_ranks(made, comms, offsets_ns),
+        steps_of_ranks(records, offsets_ns, newest=newest_steps),
+        calls_of(calls.ranks[calls[AT]], calls, comms[newest], offsets_ns[calls[AT]]),
+        longest_wait_ns=_longest_wait_ns(made),
         problems=job.unreadable,
         absent=job.absent,
         hardware=hardware or {},
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RankTable:
+    """Communicators of a rank.
+
+    Attributes:
+        entries: table of its ring.
+        groups: the same, checked.
+        coordinates: place in the parallel layout.
+    """
+
+    entries: Sequence[Mapping[str, Any]]
+    groups: Sequence[GroupInfo]
+    coordinates: tuple[tuple[str, int], ...]
+
+
+class RankTables:
+    """Communicators of the ranks of a host, which are kept as long as their rings list the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, RankTable] = {}
+
+    def of(self, rings: Mapping[int, RingContents]) -> list[RankTable]:
+        """Return the communicators of ranks in this order."""
+        known = self._known
+        self._known = {
+            rank: known[rank]
+            if rank in known and known[rank].entries is ring.communicators
+            else _table(rank, ring.communicators, ring.identity.world)
+            for rank, ring in rings.items()
+        }
+        return list(self._known.values())
+
+
+def _table(rank: int, entries: Sequence[Mapping[str, Any]], world: int) -> RankTable:
+    groups = [_group(entry, at, world) for at, entry in enumerate(entries)]
+    return RankTable(entries, groups, tuple(coordinates(rank, ((group.label, group.ranks) for group in groups)).items()))
 
 
 def _group(entry: Mapping[str, Any], at: int, world: int) -> GroupInfo:
@@ -265,16 +309,16 @@ def limit_members(groups: Sequence[GroupInfo]) -> list[GroupInfo]:
     return found
 
 
-def calls_of(rank: int, records: Records, comms: npt.NDArray[Any], offset_ns: int) -> Calls:
-    """Return the calls of a rank.
+def calls_of(rank: int | Ints, records: ByColumn, comms: npt.NDArray[Any], offset_ns: int | Ints) -> Calls:
+    """Return calls.
 
     Args:
-        rank: global rank.
-        records: its records of calls.
-        comms: number of the communicator of each of them.
-        offset_ns: nanoseconds to add to their times.
+        rank: global rank of all of them, or of each.
+        records: their records.
+        comms: number of the communicator of each of them, ``[n]``.
+        offset_ns: nanoseconds to add to their times, of all or of each.
     """
-    out = np.zeros(len(records), CALL)
+    out = np.zeros(len(comms), CALL)
     out["rank"], out["comm"] = rank, comms
     out["source"], out["destination"] = ends_of(rank, records)
     for name in ("seq", "op", "dtype", "shape"):
@@ -286,35 +330,50 @@ def calls_of(rank: int, records: Records, comms: npt.NDArray[Any], offset_ns: in
     return out
 
 
-def _longest_wait_ns(calls: Records) -> int:
-    over = calls[(calls["end_ns"] > 0) & (calls["wait_ns"] > 0) & (calls["step"] > WARM_UP)]
-    return int((over["end_ns"] - over["wait_ns"]).max(initial=0))
+def _longest_wait_ns(calls: Columns) -> int:
+    over = np.flatnonzero((calls["end_ns"] > 0) & (calls["wait_ns"] > 0) & (calls["step"] > WARM_UP))
+    return int((calls["end_ns"][over] - calls["wait_ns"][over]).max(initial=0))
+
+
+def _ranks(
+    job: HostRings,
+    tables: Sequence[RankTable],
+    made: Columns,
+    stacks: Mapping[int, tuple[Frame, ...]],
+    exits: Mapping[int, ProcessExit],
+) -> dict[int, RankSnapshot]:
+    done = np.flatnonzero(made["end_ns"] > 0)
+    last = largest(made[AT][done], made["end_ns"][done], len(tables))
+    newest = largest(made[AT], made["call_ns"], len(tables))
+    failed = (newest >= 0) & (made["flags"][newest] & int(Flag.FAILED) > 0) if len(made) else newest >= 0
+    found = {}
+    for at, ((rank, ring), table) in enumerate(zip(job.ranks.items(), tables, strict=True)):
+        call = _finished(made, int(done[last[at]]), table, job.offsets_ns[rank]) if last[at] >= 0 else None
+        found[rank] = _rank(rank, ring, table, call, bool(failed[at]), job, stacks.get(rank, ()), exits.get(ring.identity.pid))
+    return found
+
+
+def _finished(made: Columns, place: int, table: RankTable, offset_ns: int) -> FinishedCall:
+    op, seq, end_ns = (int(made[name][place]) for name in ("op", "seq", "end_ns"))
+    return FinishedCall(Op(op), seq, table.groups[made["comm"][place]].label, end_ns + offset_ns)
 
 
 def _rank(
     rank: int,
     ring: RingContents,
-    table: Sequence[GroupInfo],
-    made: Records,
+    table: RankTable,
+    last: FinishedCall | None,
+    failed: bool,
     job: HostRings,
     stack: tuple[Frame, ...],
-    exits: Mapping[int, ProcessExit],
+    end: ProcessExit | None,
 ) -> RankSnapshot:
-    last = None
-    done = made[made["end_ns"] > 0]
-    if len(done):
-        call = done[np.argmax(done["end_ns"])]
-        label, end_ns = table[call["comm"]].label, int(call["end_ns"]) + job.offsets_ns[rank]
-        last = FinishedCall(Op(call["op"]), int(call["seq"]), label, end_ns)
     who, state, heard_ns, status = ring.identity, job.states.get(rank, State.UNKNOWN), ring.heartbeat_ns, None
-    end = exits.get(who.pid)
     if state is State.DEAD and end is not None and end.at_ns > who.monotonic_ns:  # not of an earlier process of this number
         heard_ns, status = end.at_ns, end.status
     return RankSnapshot(
-        who.pid, who.host, state, ring.closed, ring.step, ring.phase, heard_ns + job.offsets_ns[rank],
-        tuple(coordinates(rank, ((group.label, group.ranks) for group in table)).items()),
-        last, stack, status, failed=bool(len(made)) and bool(made["flags"][np.argmax(made["call_ns"])] & int(Flag.FAILED)),
-        raised=ring.raised, failure=job.failures.get(rank),
+        who.pid, who.host, state, ring.closed, ring.step, ring.phase, heard_ns + job.offsets_ns[rank], table.coordinates,
+        last, stack, status, failed=failed, raised=ring.raised, failure=job.failures.get(rank),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from unickpt.base.arrays import Ints
 from unickpt.diagnosis.recording.records import Flag, Op, Phase, Records
+from unickpt.diagnosis.snapshot.columns import AT, Columns, Timeline, columns_of, newest_places
 
 # One row per rank and step.
 STEP = np.dtype(
@@ -35,74 +36,128 @@ StepRows = npt.NDArray[Any]  # of dtype ``STEP``
 
 
 def steps_of(rank: int, records: Records, *, offset_ns: int = 0) -> StepRows:
-    """Return the steps of a rank, without steps whose begin may have left the ring.
+    """Return the steps of one rank. See ``steps_of_ranks``.
 
     Args:
         rank: global rank.
         records: records of the rank, the oldest first.
         offset_ns: nanoseconds to add to times of the rank.
     """
-    marks = records[records["op"] == Op.STEP]
-    calls = records[records["op"] <= Op.RECEIVE]
-    on_device = bool((calls["flags"] & int(Flag.TIMED_ON_DEVICE)).any())
-    if on_device:
-        marks = _timed(marks, calls, records[0]["step"])
-    elif len(records):
-        oldest = records[0]  # an event is recorded at its end, a call at its begin
-        marks = marks[marks["call_ns"] >= (oldest["end_ns"] if oldest["op"] >= Op.STEP else oldest["call_ns"])]
-    begin, end = marks["call_ns"], marks["end_ns"]
+    return steps_of_ranks(columns_of({rank: records}), np.array([offset_ns]))
 
-    def sums(part: Records, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+
+def steps_of_ranks(records: Columns, offsets_ns: Ints, *, newest: int | None = None) -> StepRows:
+    """Return the steps of ranks, without steps whose begin may have left the ring, ordered by rank.
+
+    Args:
+        records: records of all ranks.
+        offsets_ns: nanoseconds to add to times of each rank, int64 ``[r]``.
+        newest: how many of each rank; default: all.
+    """
+    ranks = len(records.ranks)
+    flagged = (records["flags"] & int(Flag.TIMED_ON_DEVICE) > 0) & (records["op"] <= Op.RECEIVE)
+    if not flagged.any():
+        return _steps(records, offsets_ns, newest, on_device=False)
+    device = np.zeros(ranks, bool)
+    device[records[AT][flagged]] = True
+    of_device = device[records[AT]]
+    parts = [
+        _steps(records.where(of_device), offsets_ns, newest, on_device=True),
+        _steps(records.where(~of_device), offsets_ns, newest, on_device=False),
+    ]
+    every = np.concatenate(parts)
+    place = np.argsort(records.ranks)
+    found: StepRows = every[np.argsort(place[np.searchsorted(records.ranks, every["rank"], sorter=place)], kind="stable")]
+    return found
+
+
+def _steps(records: Columns, offsets_ns: Ints, newest: int | None, *, on_device: bool) -> StepRows:
+    marks = records.where(records["op"] == Op.STEP)
+    calls = records.where(records["op"] <= Op.RECEIVE)
+    marks = _timed(marks, calls, _oldest(records, records["step"])) if on_device else _whole(marks, records)
+    if newest is not None:
+        marks = marks.take(newest_places(marks[AT], newest, len(records.ranks)))
+    at = marks[AT]
+    begin, end = marks["call_ns"], marks["end_ns"]
+    timeline = Timeline(records[AT], records["call_ns"], len(records.ranks))
+    first, last = timeline.keys(at, begin), timeline.keys(at, end)
+
+    def sums(part: Columns, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if not len(part):
             return np.zeros(len(marks), values.dtype)
-        if on_device:
-            return _sums(part["step"], values, marks["step"], marks["step"] + np.uint32(1))
-        return _sums(part["call_ns"], values, begin, end)
+        if on_device:  # by number, and not by time
+            number = _of_step(marks[AT], marks["step"])
+            return _sums(_of_step(part[AT], part["step"]), values, number, number + 1)
+        return _sums(timeline.keys(part[AT], part["call_ns"]), values, first, last)
 
     out = np.zeros(len(marks), STEP)
-    out["rank"], out["number"] = rank, marks["step"]
-    out["begin_ns"], out["end_ns"] = begin + offset_ns, end + offset_ns
-    out["own_ns"] = end - begin - _waited(calls if on_device else _with_hidden_waits(calls, begin, end), begin, end)
+    out["rank"], out["number"] = records.ranks[at], marks["step"]
+    out["begin_ns"], out["end_ns"] = begin + offsets_ns[at], end + offsets_ns[at]
+    waits = calls["wait_ns"] if on_device else _with_hidden_waits(calls, timeline, first, last)
+    out["own_ns"] = end - begin - _waited(calls, waits, timeline, first, last)
     for name, op in (("data_ns", Op.DATA), ("garbage_ns", Op.GARBAGE)):
-        part = records[records["op"] == op]
+        part = records.where(records["op"] == op)
         out[name] = sums(part, part["end_ns"] - part["call_ns"])
-    aside = records[(records["phase"] == _LONG[0]) | (records["phase"] == _LONG[1])]
+    aside = records.where((records["phase"] == _LONG[0]) | (records["phase"] == _LONG[1]))
     out["long"] = sums(aside, np.ones(len(aside), np.int64)) > 0
     kinds = calls["op"].astype(np.uint64) << np.uint64(56) ^ calls["elements_in"]
     out["calls"] = sums(calls, _mixed(kinds))  # a sum does not depend on the order
     return out
 
 
-def _timed(marks: Records, calls: Records, oldest_step: int) -> Records:
+def _of_step(at: Ints, step: npt.NDArray[np.uint32]) -> Ints:
+    """Return int64 ``[n]``: numbers of steps that differ between ranks."""
+    return (at << 33) + step
+
+
+def _oldest(records: Columns, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return ``[r]``: the value of the oldest record of each rank; 0 without records."""
+    at = records[AT]
+    places = np.flatnonzero(np.diff(at, prepend=-1))
+    found = np.zeros(len(records.ranks), values.dtype)
+    found[at[places]] = values[places]
+    return found
+
+
+def _whole(marks: Columns, records: Columns) -> Columns:
+    """Return the ends of steps that began after the oldest record. An event is recorded at its end, a call at its begin."""
+    oldest_ns = _oldest(records, np.where(records["op"] >= Op.STEP, records["end_ns"], records["call_ns"]))
+    return marks.where(marks["call_ns"] >= oldest_ns[marks[AT]])
+
+
+def _timed(marks: Columns, calls: Columns, oldest_step: npt.NDArray[Any]) -> Columns:
     """Return the ends of steps whose times on the device are known, as are those of all their calls."""
     wanted, known_times = calls["flags"] & int(Flag.TIMED_ON_DEVICE), calls["flags"] & int(Flag.DEVICE_TIMES)
     untimed = (wanted > 0) & (known_times == 0)
     known = (marks["flags"] & int(Flag.DEVICE_TIMES)) > 0
-    found: Records = marks[known & (marks["step"] > oldest_step) & ~np.isin(marks["step"], calls["step"][untimed])]
-    return found
+    unknown = np.isin(_of_step(marks[AT], marks["step"]), _of_step(calls[AT][untimed], calls["step"][untimed]))
+    return marks.where(known & (marks["step"] > oldest_step[marks[AT]]) & ~unknown)
 
 
-def _with_hidden_waits(calls: Records, begin: Ints, end: Ints) -> Records:
-    """Return the calls, with a wait in the last call of each span if torch's own C++ has made it and its wait is not known.
+def _with_hidden_waits(calls: Columns, timeline: Timeline, begin: Ints, end: Ints) -> Ints:
+    """Return the begins of waits, with one in the last call of each span if torch's own C++ has made it and it is not known.
 
     The reducer of ``DistributedDataParallel`` waits inside C++ for the last of its calls, and then the step can go on.
     """
+    waits: Ints = calls["wait_ns"]
     if not (calls["flags"] & int(Flag.FROM_NATIVE)).any():
-        return calls
-    calls = calls[np.argsort(calls["call_ns"], kind="stable")]
-    last = np.searchsorted(calls["call_ns"], end) - 1
-    last = np.unique(last[(last >= 0) & (calls["call_ns"][last] >= begin)] if len(calls) else last[:0])
+        return waits
+    keys = timeline.keys(calls[AT], calls["call_ns"])
+    order = np.argsort(keys, kind="stable")
+    last = np.searchsorted(keys[order], end) - 1
+    last = order[np.unique(last[(last >= 0) & (keys[order[last]] >= begin)])]
     of_reducer = (calls["flags"][last] & int(Flag.FROM_NATIVE)) > 0
-    hidden = last[of_reducer & (calls["wait_ns"][last] == 0) & (calls["op"][last] <= Op.BARRIER)]
-    calls["wait_ns"][hidden] = calls["call_ns"][hidden]
-    return calls
+    hidden = last[of_reducer & (waits[last] == 0) & (calls["op"][last] <= Op.BARRIER)]
+    waits = waits.copy()
+    waits[hidden] = calls["call_ns"][hidden]
+    return waits
 
 
-def _waited(calls: Records, begin: Ints, end: Ints) -> Ints:
-    """Return the nanoseconds of each span with a wait in at least one call."""
-    starts, ends = calls["wait_ns"], calls["end_ns"]
-    over = (starts > 0) & (ends > 0)
-    starts, ends = starts[over], ends[over]
+def _waited(calls: Columns, waits: Ints, timeline: Timeline, begin: Ints, end: Ints) -> Ints:
+    """Return the nanoseconds of each span, from key to key of the timeline, with a wait in at least one call."""
+    over = np.flatnonzero((waits > 0) & (calls["end_ns"] > 0))
+    at = calls[AT][over]
+    starts, ends = timeline.keys(at, waits[over]), timeline.keys(at, calls["end_ns"][over])
     order = np.argsort(starts, kind="stable")
     starts, ends = starts[order], np.maximum.accumulate(np.append(0, ends[order]))  # of the first n
     covered = np.append(0, np.cumsum(np.maximum(ends[1:] - np.maximum(starts, ends[:-1]), 0)))

@@ -57,8 +57,8 @@ def test_a_look_includes_new_records() -> None:
     assert window({}, {}, 0) == RECORDS
     assert window({0: 100, 1: 100}, {0: 150, 1: 120}, 20) == FEWEST
     assert window({0: 100, 1: 100}, {0: 150, 1: 120}, 0) == 2048
-    assert window({0: 100, 1: 100}, {0: 150, 1: 120}, 1000) == 3000
-    assert window({0: 1000, 1: 100}, {0: 3000, 1: 120}, 20) == 8000
+    assert window({0: 100, 1: 100}, {0: 150, 1: 120}, 1000) == 2100
+    assert window({0: 1000, 1: 100}, {0: 3000, 1: 120}, 20) == 4040
     assert window({0: 1000}, {0: 3000, 1: 90_000}, 20) == RECORDS  # a rank that is new
 
 
@@ -94,6 +94,27 @@ def test_looks_keep_a_ring_open_until_it_is_replaced(tmp_path: Path) -> None:
     second = RingWriter(path, Identity.here(0, 1, "second"), capacity=1000)
     _write(second, range(1, 2))
     assert [looks.read().ranks[0].identity.job for _ in range(2)] == ["second"] * 2
+    looks.exits.close()
+
+
+def test_looks_read_two_steps_and_search_for_steps_that_have_become_longer(tmp_path: Path) -> None:
+    ring = RingWriter(tmp_path / f"0{SUFFIX}", Identity.here(0, 1, "job"), capacity=20_000)
+    looks, newest = RingLooks(tmp_path), 0
+
+    def read(steps: int, calls: int) -> int:
+        """Make steps with so many calls each, and return how many records a look reads."""
+        nonlocal newest
+        for _ in range(steps):
+            _write(ring, range(newest + 1, newest + 1 + calls))
+            _write(ring, range(newest + 1 + calls, newest + 2 + calls), Op.STEP)
+            newest += calls + 1
+        ring.state(heartbeat_ns=1, step=0, newest=newest, phase=0)
+        return len(looks.read().ranks[0].records)
+
+    assert read(100, 49) == 5000
+    assert [read(2, 49) for _ in range(12)][2:] == [2 * (100 + 50)] * 10  # never all of them
+    longer = [read(1, 2999) for _ in range(30)]
+    assert longer[10:] == [2 * (3000 + 3000)] * 20
     looks.exits.close()
 
 

@@ -18,7 +18,7 @@ from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.tcp_links import LINK, LinkHistory, links_of
 from unickpt.diagnosis.detectors.verdicts import Syndrome
 from unickpt.diagnosis.host.process_state import CpuWaitSampler, State
-from unickpt.diagnosis.host.tcp_counters import CONNECTION, connections_of
+from unickpt.diagnosis.host.tcp_counters import CONNECTION, Sockets, connections_of
 from unickpt.diagnosis.reports.verdict_text import render_all
 from unickpt.diagnosis.snapshot.snapshot import RankSnapshot
 from unickpt.diagnosis.snapshot.steps import STEP
@@ -142,6 +142,19 @@ def test_a_moment_is_no_fault_and_neither_is_an_idle_link() -> None:
     assert slow_pairs((1, 2, 500, 0.8), looks=3) == []
     assert slow_pairs((1, 2, 500, 0.01)) == []
     assert slow_pairs((1, 2, 500, 0.8), usual=LinkHistory()) == []  # nothing is known of it
+
+
+def test_sockets_of_a_process_are_renewed_every_few_looks_and_at_once_for_another_process() -> None:
+    sockets, none = Sockets(every=3), subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with socket.socket() as first:
+        for _ in range(4):
+            assert sockets.owners({7: os.getpid()})[os.fstat(first.fileno()).st_ino] == 7
+        with socket.socket() as second:
+            known = [os.fstat(second.fileno()).st_ino in sockets.owners({7: os.getpid()}) for _ in range(6)]
+            assert known.index(True) <= 2
+            assert all(known[known.index(True) :])
+        assert os.fstat(first.fileno()).st_ino not in sockets.owners({7: none.pid})
+    none.communicate(b"\n")
 
 
 def test_the_kernel_reports_the_traffic_of_two_processes() -> None:
