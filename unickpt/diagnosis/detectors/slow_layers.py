@@ -43,6 +43,8 @@ def slow_layers(snapshot: Snapshot) -> list[Verdict]:
     }
     ratios = {rank: each.took_s / each.expected_s for rank, each in samples.items()}
     slow = {rank for rank, ratio in ratios.items() if ratio > limit_of(samples[rank].error)}
+    if not slow:
+        return []
     judged = peers_known(snapshot.steps)
     suspects = {rank for rank in slow if not judged.get(rank, False)}
     if not suspects:
