@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch_unickpt.held_state import describe
 from torch_unickpt.held_state.describe import Item
 from torch_unickpt.held_state.names import KnownNames, Names
-from torch_unickpt.held_state.optimizers import Optimizers
+from torch_unickpt.held_state.optimizers import CommonScalar, Optimizers
 from unickpt.api.dtensors import is_dtensor
 from unickpt.api.group import Group
 from unickpt.api.holders import Holders, Keys, Ranks, mesh_digests
 from unickpt.checkpoint.format.index import TensorInfo
+from unickpt.checkpoint.format.manifest import OptimizerRecord
 from unickpt.checkpoint.save.kept import BoundShards, Facts, Keeper, KeptFacts
 from unickpt.checkpoint.save.shards import Shard
 
@@ -56,6 +58,7 @@ class _Kept:
         holders: which ranks hold the same.
         tensors: of the checkpoint that this rank knows, without buffers.
         keeper: has the shards.
+        scalar: of the optimizers.
     """
 
     facts: KeptFacts
@@ -64,6 +67,7 @@ class _Kept:
     holders: Holders
     tensors: Sequence[TensorInfo]
     keeper: Keeper
+    scalar: CommonScalar | None
 
 
 @dataclass
@@ -97,7 +101,8 @@ class TrainingState:
     def __init__(self, known: KnownTraining, names: Names, optimizers: Optimizers, group: Group) -> None:
         self.names, self.optimizers = names, optimizers
         self._known, self._group = known, group
-        self._facts = _facts_of(names, optimizers, group)
+        self._states = optimizers.states()
+        self._facts = _facts_of(names, optimizers, self._states, group)
         kept = known._kept
         self._kept = kept if kept is not None and kept.keeper.kept is not None and kept.facts.fit(self._facts) else None
         self._items: list[Item] = []
@@ -110,6 +115,10 @@ class TrainingState:
             [*(item.text for item in self._items if item.plain), *(trained(each.name) for each in optimizers.parameters)]
         )
         self.meshes = mesh_digests((item.key, item.value) for item in self._items if is_dtensor(item.value))
+
+    def record(self) -> OptimizerRecord | None:
+        """Return settings and scalars of the optimizers; None without one."""
+        return self.optimizers.record(self._states, None if self._kept is None else self._kept.scalar)
 
     def described(self, holders: Holders, *, steady: bool) -> DescribedTraining:
         """Return what this rank says of its tensors.
@@ -131,14 +140,14 @@ class TrainingState:
         self._known._kept = None
         if steady:
             keeper = Keeper(self._facts.tensors)
-            self._known._kept = _Kept(KeptFacts(self._facts), self.keys, self.meshes, holders, listed, keeper)
+            scalar = self.optimizers.common_scalar(self._states)
+            self._known._kept = _Kept(KeptFacts(self._facts), self.keys, self.meshes, holders, listed, keeper, scalar)
         return DescribedTraining(found.shards(), found.tensors, None, keeper)
 
 
-def _facts_of(names: Names, optimizers: Optimizers, group: Group) -> Facts:
+def _facts_of(names: Names, optimizers: Optimizers, states: Sequence[Mapping[str, Any]], group: Group) -> Facts:
     """Return what a description reads. The bases of its shards are the ``tensors``."""
     stepped = optimizers.parameters
-    states = [each.state for each in stepped]
     values = [value for state in states for value in state.values()]
     held = [*names.parameters.values(), *(value for value in values if isinstance(value, torch.Tensor))]
     buffers = list(names.buffers.values())

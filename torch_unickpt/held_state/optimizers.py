@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,8 +37,7 @@ _HINT = 'optimizer=None loads the weights alone, and missing_state="fresh" start
 _FRESH = "the checkpoint lacks it (missing_state is fresh): starts fresh"
 
 
-@dataclass(frozen=True, slots=True)
-class Stepped:
+class Stepped(NamedTuple):
     """A parameter of an optimizer.
 
     Attributes:
@@ -110,27 +109,93 @@ class Optimizers:
             if isinstance(value, torch.Tensor) and not _is_scalar(key, value, each.parameter)
         }
 
-    def record(self) -> OptimizerRecord | None:
-        """Return settings and scalars for the manifest; None without an optimizer."""
+    def states(self) -> list[dict[str, Any]]:
+        """Return the state of each of ``parameters`` as it is now; empty where the optimizer has none."""
+        return [each.state for each in self.parameters]
+
+    def record(
+        self, states: Sequence[Mapping[str, Any]] | None = None, common: CommonScalar | None = None
+    ) -> OptimizerRecord | None:
+        """Return settings and scalars for the manifest; None without an optimizer.
+
+        Args:
+            states: as of ``states()``.
+            common: as of ``common_scalar``, for states with the same keys, types, dtypes and shapes.
+        """
         if not self.optimizers:
             return None
+        states = self.states() if states is None else states
         groups: dict[int, tuple[dict[str, Any], list[str]]] = {}
-        scalars: dict[Any, tuple[dict[str, Any], list[str]]] = {}
         for each in self.parameters:
-            groups.setdefault(each.number, (each.group, []))[1].append(each.name)
-            values = {
-                key: value
-                for key, value in each.state.items()
-                if value is not None and (not isinstance(value, torch.Tensor) or _is_scalar(key, value, each.parameter))
-            }
-            if values:
-                scalars.setdefault(tuple(map(_identity, values.items())), (values, []))[1].append(each.name)
+            found = groups.get(each.number)
+            if found is None:
+                found = groups[each.number] = each.group, []
+            found[1].append(each.name)
         settings = [
             encoded({key: value for key, value in group.items() if key not in ("params", _NAMES)}, names)
             for group, names in groups.values()
         ]
-        same = merge_groups(encoded(values, names) for values, names in scalars.values())
-        return OptimizerRecord(self.name, tuple(settings), same, any(each.state for each in self.parameters))
+        scalars = None if common is None else common.of(states)
+        scalars = self._scalars(states) if scalars is None else scalars
+        same = merge_groups(encoded(values, names) for values, names in scalars)
+        return OptimizerRecord(self.name, tuple(settings), same, any(states))
+
+    def _scalars(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[dict[str, Any], list[str]]]:
+        """Return different scalars, each with the names of the parameters that have them."""
+        found: dict[Any, tuple[dict[str, Any], list[str]]] = {}
+        for each, state in zip(self.parameters, states, strict=True):
+            values = _scalars_of(state, each.parameter)
+            if values:
+                found.setdefault(tuple(map(_identity, values.items())), (values, []))[1].append(each.name)
+        return list(found.values())
+
+    def common_scalar(self, states: Sequence[Mapping[str, Any]]) -> CommonScalar | None:
+        """Return the one scalar that parameters have, such as the step of Adam; None if there are others."""
+        own = [_scalars_of(state, each.parameter) for each, state in zip(self.parameters, states, strict=True)]
+        kinds = {tuple((key, *_kind(value)) for key, value in each.items()) for each in own if each}
+        only = kinds.pop() if len(kinds) == 1 else ()
+        if len(only) != 1 or only[0][1] is None:
+            return None
+        places = [at for at, each in enumerate(own) if each]
+        return CommonScalar(only[0][0], places, [self.parameters[at].name for at in places])
+
+
+@dataclass(frozen=True, slots=True)
+class CommonScalar:
+    """The one scalar tensor that parameters of a job have.
+
+    Attributes:
+        key: of the state.
+        places: parameters with it, as places among all.
+        names: of these parameters.
+    """
+
+    key: str
+    places: Sequence[int]
+    names: list[str]
+
+    def of(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[dict[str, Any], list[str]]] | None:
+        """Return the value and the names; None if the parameters have several values."""
+        tensors = [states[at][self.key] for at in self.places]
+        values = set(map(torch.Tensor.item, tensors))
+        if len(values) != 1 or 0 in values:  # 0.0 and -0.0 are equal
+            return None
+        return [({self.key: tensors[0]}, self.names)]
+
+
+def _kind(value: Any) -> tuple[Any, ...]:
+    return (value.dtype, value.shape, value.device) if isinstance(value, torch.Tensor) else (None,)
+
+
+def _scalars_of(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            if value.numel() == 1 and _is_scalar(key, value, parameter):
+                found[key] = value
+        elif value is not None:
+            found[key] = value
+    return found
 
 
 def _first_of(each: Stepped, first: FirstStates) -> dict[str, Any]:
@@ -148,7 +213,9 @@ def _identity(item: tuple[str, Any]) -> Any:
     """Return what scalars that are encoded alike have in common."""
     key, value = item
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return key, value.dtype, value.shape, value.device, repr(value.item())
+        found = value.item()
+        # 0.0 and -0.0 are equal, and NaN is not
+        return key, value.dtype, value.shape, value.device, found if found and found == found else repr(found)
     return (key, type(value), repr(value)) if type(value) in (bool, int, float, str) else (key, id(value))
 
 

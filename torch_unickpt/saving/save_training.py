@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from torch_unickpt.edge import RUNTIME
 from torch_unickpt.held_state.job_objects import JobObjects, schedulers_of
@@ -21,6 +22,7 @@ from unickpt.api.dtensors import is_dtensor
 from unickpt.api.group import Group, exchange_of
 from unickpt.api.holders import Holders, agreed_holders
 from unickpt.base.errors import SaveFailedError
+from unickpt.base.garbage import collection_paused
 from unickpt.base.logs import logger, make_visible
 from unickpt.base.options.job import MemoryOptions
 from unickpt.checkpoint.coordination.message_exchange import Message
@@ -97,7 +99,8 @@ def save_training(
     failed: BaseException | None = None
     state: TrainingState | None = None
     try:
-        state = RUNTIME.known(model).read(model, unwrapped(optimizer), ranks)
+        with collection_paused():
+            state = RUNTIME.known(model).read(model, unwrapped(optimizer), ranks)
     except Exception as err:  # the other ranks learn it in the save
         failed = err
     holders = agreed_holders(exchange, None if state is None else state.keys, None if state is None else state.meshes)
@@ -110,7 +113,7 @@ def save_training(
         silent = next(filter(None, map(silent_steps, state.optimizers.optimizers)), "")
         unsteady = silent if state.optimizers.optimizers else "the save has no optimizer"
         held = state.described(holders, steady=not unsteady)
-        record = state.optimizers.record()
+        record = state.record()
         first = ranks.rank == 0
         return Contribution(
             held.shards, step, _writer(model, state.names, len(ranks.ranks), origin), tensors=held.listed,
@@ -168,14 +171,12 @@ def _part(record: OptimizerRecord | None, holders: Holders, rank: int) -> Optimi
 
 def _writer(model: torch.nn.Module, names: Names, world: int, origin: dict[str, Any]) -> Writer:
     facts = facts_of(model)
-    mesh = next((each.device_mesh for each in map(_as_any, names.parameters.values()) if is_dtensor(each)), None)
+    parameters: list[Any] = list(names.parameters.values())
+    divided = any(issubclass(kind, DTensor) for kind in set(map(type, parameters)))  # of thousands, most are of one type
+    mesh = next((each.device_mesh for each in parameters if is_dtensor(each)), None) if divided else None
     topology: dict[str, Any] = {"world_size": world}
     if mesh is not None:
         dims = mesh.mesh_dim_names or tuple(f"dim{at}" for at in range(mesh.ndim))
         topology["mesh"] = dict(zip(dims, mesh.shape, strict=True))
     dialect = HUGGINGFACE if facts.family else "torch"
     return Writer("torch", torch.__version__, __version__, torch.__version__, dialect, topology, facts.as_json(), origin)
-
-
-def _as_any(value: Any) -> Any:
-    return value

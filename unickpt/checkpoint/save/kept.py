@@ -180,7 +180,7 @@ class KeptShards:
 
     def spans(self, bases: Sequence[torch.Tensor]) -> Ints:
         """Return address and size in bytes of each tensor of ``names``. int64 ``[names, 2]``."""
-        begins = np.array([base.data_ptr() for base in bases], np.int64)
+        begins = np.fromiter(map(torch.Tensor.data_ptr, bases), np.int64, len(bases))
         return np.stack([begins[self._spans[:, 0]] + self._spans[:, 1], self._spans[:, 2]], axis=1)
 
     def written(self, bases: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:

@@ -310,7 +310,7 @@ class RingReader:
         return newest
 
     def _part(self, lo: int, hi: int, numbers: npt.NDArray[np.uint64] | None = None) -> Records:
-        """Return the records in slots ``lo`` to ``hi`` without changing and invalid ones, of these numbers if they are given."""
+        """Return the records in slots ``lo`` to ``hi`` without changing and invalid ones. ``numbers``: that they must have."""
         if hi - lo > _LOOKED_AT:
             parts = [(at, min(at + _LOOKED_AT, hi)) for at in range(lo, hi, _LOOKED_AT)]
             return np.concatenate([self._part(a, b, None if numbers is None else numbers[a - lo : b - lo]) for a, b in parts])
