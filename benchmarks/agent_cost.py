@@ -41,7 +41,10 @@ def be_rank(folder: Path, rank: int, world: int) -> None:
             seq[group] += 1
             call_ns = began_ns + at * (step_ns // CALLS)
             end_ns = call_ns + 1_000_000
-            made.put(number, call_ns, 0, call_ns, end_ns, seq[group], 1 << 20, 1 << 20, 0, int(Op.ALL_REDUCE), 2, group, 0, 0, -1, 0, step, int(Phase.BACKWARD))  # fmt: skip
+            made.put(
+                number, call_ns, 0, call_ns, end_ns, seq[group], 1 << 20, 1 << 20, 0, int(Op.ALL_REDUCE), 2, group, 0, 0, -1, 0,
+                step, int(Phase.BACKWARD),
+            )  # fmt: skip
         end_ns = began_ns + step_ns
         number += 1
         made.put(number, began_ns, 0, 0, end_ns, step, 0, 0, 0, int(Op.STEP), 0, 0, 0, 0, -1, 0, step, int(Phase.BACKWARD))
