@@ -35,6 +35,7 @@ MEGATRON = {
     "megatron.core.optimizer.layer_wise_optimizer": "megatron_unickpt.hooks:install_layer_wise_optimizer",
     "megatron.training.arguments": "megatron_unickpt.hooks:install_arguments",
     "megatron.training.checkpointing": "megatron_unickpt.hooks:install_training",
+    "megatron.training.dist_signal_handler": "megatron_unickpt.hooks:install_exit",
 }
 TORCH = {
     "torch.distributed.checkpoint.filesystem": "torch_unickpt.hooks:install_storage",

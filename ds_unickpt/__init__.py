@@ -7,13 +7,17 @@ DeepSpeed. The hooks do not change an engine whose configuration lacks the key o
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, Any
 
 from ds_unickpt.hooks import install, uninstall
 from ds_unickpt.measuring.timed_layers import stage_layers
 from ds_unickpt.start import StartingPoint, resume_or_start
 from unickpt.base.autoload import DEEPSPEED, unwatch
 
-__all__ = ["StartingPoint", "install", "resume_or_start", "stage_layers", "uninstall"]
+if TYPE_CHECKING:
+    from ds_unickpt.trainer.preemption_callback import PreemptionCallback
+
+__all__ = ["PreemptionCallback", "StartingPoint", "install", "resume_or_start", "stage_layers", "uninstall"]
 
 if "deepspeed.runtime.engine" not in sys.modules:
     # A program imports this package itself, before DeepSpeed. The hooks need DeepSpeed's classes.
@@ -21,3 +25,12 @@ if "deepspeed.runtime.engine" not in sys.modules:
     import deepspeed  # noqa: F401
 
 install()
+
+
+def __getattr__(name: str) -> Any:
+    """Return the name that needs transformers."""
+    if name != "PreemptionCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ds_unickpt.trainer.preemption_callback import PreemptionCallback
+
+    return PreemptionCallback

@@ -303,11 +303,19 @@ METADATA = [
         "chooses the sharding type of the optimizer from a closed set",
     )
 ]  # fmt: skip
+EXIT = [
+    declared(
+        "megatron-lm.signals_received", "megatron.training.dist_signal_handler", "DistributedSignalHandler.signals_received",
+        _late("pretraining.preemption:signals_received", RUNTIME, of_instance=True),
+        why="an all_gather in every iteration, and the job ends with exit code 0, as after its last iteration",
+        until="Megatron's exit handler agrees without a collective, and ends with an exit code of its own",
+    )
+]  # fmt: skip
 
 
 OPTIONAL = precision.OPTIONAL  # installed only if an option asks for them
 NEEDED = [*CORE, *ASYNCHRONOUS, *OPTIMIZER, *DISTRIBUTED_OPTIMIZER, *LAYER_WISE_OPTIMIZER, *ARGUMENTS, *SCRIPTS]
-DECLARED = [*NEEDED, *METADATA, *OPTIONAL]
+DECLARED = [*NEEDED, *METADATA, *EXIT, *OPTIONAL]
 
 
 def _install(group: list[Hook]) -> bool:
@@ -324,6 +332,7 @@ install_optimizer = partial(_install, OPTIMIZER)
 install_distributed_optimizer = partial(_install, DISTRIBUTED_OPTIMIZER)
 install_layer_wise_optimizer = partial(_install, LAYER_WISE_OPTIMIZER)
 install_arguments = partial(_install, ARGUMENTS)
+install_exit = partial(_install, EXIT)  # alone: without it, Megatron's own handler acts
 
 
 def install_parallel_state() -> bool:

@@ -15,6 +15,7 @@ from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 if TYPE_CHECKING:  # imported when they are used: hooks are also installed in jobs that never use unickpt
     from megatron_unickpt.held_state.foreign_state import Receiver
     from megatron_unickpt.tracker import Diverted, Trackers
+    from unickpt.api.preemption import Preemption
     from unickpt.base.options.job import MemoryOptions
     from unickpt.checkpoint.coordination.owners import Owner, Owners
     from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -75,6 +76,8 @@ class Runtime:
         saves_begun: number of saves that this process began to agree on.
         loads_begun: number of loads that this process began to agree on.
         call: call of the training scripts that is in progress; an empty one outside of one.
+        preemption: what lets all ranks of a script stop together; None before its first iteration has ended.
+        boundaries: ends of iterations that it has looked at.
         timeout_s: how long a rank waits for the others, in seconds; None: ``--unickpt-timeout-seconds``. Takes effect before
             the first save or load.
     """
@@ -86,6 +89,8 @@ class Runtime:
         self.saves_begun = 0
         self.loads_begun = 0
         self.call = ScriptCall()
+        self.preemption: Preemption | None = None
+        self.boundaries = 0
         self._trackers: Trackers | None = None
         self._exchanges: dict[str, tuple[Any, MessageExchange]] = {}
         self._group: Any = None

@@ -58,6 +58,7 @@ FINGERPRINTS: dict[str, frozenset[str]] = {
     "megatron-lm._build_sharded_state_dict_metadata": frozenset({
         "eb552fe04316", "c4a959bf058d", "9bcf767d2c7a", "274da774896a", "c37c0c4a53c1", "2dce8ee48675",
     }),
+    "megatron-lm.signals_received": frozenset({"fa8df265bb76"}),
     "megatron.timing.forward_step": frozenset({"4908ed424340", "da678b8f9111", "991fac83a576", "2b7a08a99b01"}),
     "megatron.precision.forward_step": frozenset({"4908ed424340", "da678b8f9111", "991fac83a576", "2b7a08a99b01"}),
     "megatron.timing.backward_step": frozenset({

@@ -184,6 +184,16 @@ def global_arguments() -> Any:
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
+def exit_signal(handler: Any) -> Any:
+    """Return the signal to which a ``DistributedSignalHandler`` of the training scripts listens."""
+    return handler.sig
+
+
+def has_received(handler: Any) -> bool:
+    """Return whether this process has received that signal."""
+    return bool(getattr(handler, "_signal_received", False))
+
+
 def iterations_done() -> int | None:
     """Return how many iterations the training scripts have done before the current one; None outside of their training loop."""
     return getattr(global_arguments(), "curr_iteration", None)

@@ -56,6 +56,14 @@ class Preemption:
         """
         return self._together.due(step)
 
+    def tell(self) -> None:
+        """Tell all ranks to end, as SIGTERM does, for instance because the job has little time left. One rank is enough."""
+        self._together.signalled.set()
+
+    def leave_at_exit(self) -> None:
+        """As ``leave``, when this process exits by itself, whatever its exit code then is: it ends by SIGTERM."""
+        self._together.leave_at_exit()
+
     def leave(self) -> NoReturn:
         """Finish all saves, write the newest checkpoint in memory to disk, wait for the other ranks, and end this process.
 

@@ -122,7 +122,7 @@ def end_by_signal() -> None:
     global _ending
     _ending = "SIGTERM"
     _finish("SIGTERM", time.monotonic())
-    _die()
+    die()
 
 
 def wait_for_end() -> None:
@@ -276,7 +276,7 @@ def _terminate(receiving: socket.socket, sending: socket.socket, process: int) -
             return
 
 
-def _die() -> None:
+def die() -> None:
     """End this process by SIGTERM with its default effect. ``signal.signal`` works only in the main thread."""
     ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
     os.kill(os.getpid(), signal.SIGTERM)

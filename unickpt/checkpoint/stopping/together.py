@@ -7,10 +7,12 @@ be in a collective.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -68,6 +70,7 @@ class StopTogether:
         self._look: Look | None = None  # set when this rank knows that the job is to end
         self._decision: Decision | None = None
         self._reached = threading.Event()
+        self._leaves = False
         self._agreement: Agreement | None = None
         self._ended: Callable[[], frozenset[int]] = frozenset
         self._known: Job | None = None
@@ -100,6 +103,20 @@ class StopTogether:
         shutdown.finish_all()
         self.meet()
         raise SystemExit(EXIT_CODE)
+
+    def leave_at_exit(self) -> None:
+        """End this process as ``leave`` does when it exits by itself."""
+        if not self._leaves:
+            self._leaves = True
+            atexit.register(self._leave_by_signal)
+
+    def _leave_by_signal(self) -> None:
+        shutdown.finish_all()
+        self.meet()
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        shutdown.die()
 
     def meet(self) -> None:
         """Wait for the other ranks, and for the launcher: it takes the first rank that ends for a failure."""
