@@ -42,7 +42,7 @@ class Preemption:
         if not grace_seconds > 0:
             raise ConfigError(f"grace_seconds={grace_seconds!r}: expected a positive number of seconds")
         self._together = StopTogether(_job, grace_seconds)
-        if not shutdown.take_over(self._together.signalled.set):
+        if not shutdown.take_over(self._together.signal):
             raise ConfigError("Preemption() handles signals: make it in the main thread")
 
     def due(self, step: int) -> bool:
@@ -81,11 +81,11 @@ def _job() -> Job | None:
         return None if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1 else Job()
     rank, world, folder = dist.get_rank(), dist.get_world_size(), folder_of_round()
     if world == 1:
-        return Job(asked=folder is not None)
+        return Job(folder=folder)
     store = dist.distributed_c10d._get_default_store()
     number = store.add(f"unickpt/stopping/calls/{rank}", 1)
     own = store.clone() if hasattr(store, "clone") else store
     return Job(
         rank, world, own, f"unickpt/stopping/{number}", ends_of_job(rank, world),
-        str if folder is None else partial(read_stopping, folder), asked=folder is not None,
+        str if folder is None else partial(read_stopping, folder), folder,
     )  # fmt: skip

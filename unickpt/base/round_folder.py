@@ -23,6 +23,7 @@ COMMITS, _LONGEST = "commits", 32
 ENDED, _LONGEST_ENDED = "ended", 1 << 20
 FAILED, _LONGEST_FAILED = "failed", 8192
 STOPPING, _LONGEST_STOPPING = "stopping", 1024
+WILLING, SAVED, STAY = "willing", "saved", "stay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,42 @@ def read_stopping(folder: Path) -> str:
     return read_text(folder / STOPPING, _LONGEST_STOPPING)
 
 
+def note_willing(folder: Path, rank: int) -> None:
+    """Note that a worker saves together with the others when it is told to end. Never raises."""
+    _replace(folder / f"{WILLING}{rank}", "")
+
+
+def ranks_willing(folder: Path) -> frozenset[int]:
+    """Return the ranks of this host that have noted so."""
+    return _ranks_noted(folder, WILLING)
+
+
+def note_saved(folder: Path, rank: int) -> None:
+    """Note that a worker has saved, and may be ended. Never raises."""
+    _replace(folder / f"{SAVED}{rank}", "")
+
+
+def ranks_saved(folder: Path) -> frozenset[int]:
+    """Return the ranks of this host that have saved at the end of their round."""
+    return _ranks_noted(folder, SAVED)
+
+
+def note_stay(folder: Path) -> None:
+    """Tell the workers of this host to stay after their save, until they get SIGTERM once more. Never raises."""
+    _replace(folder / STAY, "")
+
+
+def must_stay(folder: Path) -> bool:
+    """Return whether a worker that has saved stays."""
+    return (folder / STAY).exists()
+
+
+def _ranks_noted(folder: Path, what: str) -> frozenset[int]:
+    with contextlib.suppress(OSError):
+        return frozenset(int(found.name[len(what) :]) for found in folder.glob(f"{what}*") if found.name[len(what) :].isdigit())
+    return frozenset()
+
+
 def note_failure(folder: Path, rank: int, failed: Failed) -> None:
     """Note the exception that ends a worker. Never raises."""
     entry = {**asdict(failed), "kind": failed.kind.value, "remedy": failed.remedy.value}
@@ -134,7 +171,8 @@ def ends_of_job(rank: int, world: int) -> Callable[[], frozenset[int]]:
 def remove_note(folder: Path) -> None:
     """Remove what the workers and the agent have noted. Never raises."""
     with contextlib.suppress(OSError):
-        for path in [folder / COMMITS, folder / ENDED, folder / STOPPING, *folder.glob(f"{FAILED}*")]:
+        notes = [path for what in (FAILED, WILLING, SAVED) for path in folder.glob(f"{what}*")]
+        for path in [folder / COMMITS, folder / ENDED, folder / STOPPING, folder / STAY, *notes]:
             path.unlink(missing_ok=True)
 
 

@@ -42,6 +42,7 @@ from unickpt.checkpoint.fence import FENCE
 from unickpt.steering.agent.end_signal import EndSignal
 from unickpt.steering.agent.peer import Peer
 from unickpt.steering.host.host_agent import HostAgent
+from unickpt.steering.host.patience import Patience
 from unickpt.steering.host.workers import EndedWorkers, kill_stopped_workers, kill_workers_of_ranks
 from unickpt.steering.links.self_check import SelfCheck
 from unickpt.steering.policy.decisions import Decisions
@@ -181,6 +182,7 @@ class SteeringHandler(RendezvousHandler):
         self._workers: EndedWorkers | None = None  # of this round
         self._failure: tuple[WorkerFailed, ...] = ()  # of the workers of the last round
         self._commits = ((0, 0), 0)  # round, and its commits that the leader knows of
+        self._patience: Patience | None = None  # with workers that save
         self._ends = ""  # signal that tells this agent to end
         self._signal = EndSignal(self._told_to_end)
         atexit.register(self._end_as_told)
@@ -224,12 +226,13 @@ class SteeringHandler(RendezvousHandler):
                 hopeless, folder = leaves_no_boundary(state, orders), os.environ.get(RINGS, "")
                 if hopeless and folder:
                     note_stopping(Path(folder), hopeless)  # before torchrun sends SIGTERM
+                self._patience = Patience.begin(Path(folder), state.limits.arrive_s) if folder and not hopeless else None
                 self._agent.end(last_look=not orders)  # an order has its verdict, and what is killed for it needs none
                 blamed = {rank for order in orders for rank in order.ranks}
                 killed = [*kill_stopped_workers(), *kill_workers_of_ranks(blamed)]
                 if killed:
                     logger.info("unickpt: steering: killed workers that are stopped or hang: %s", ", ".join(map(str, killed)))
-            return 1
+            return 0 if self._patience is not None and self._patience.lasts() else 1
         except Exception as err:
             logger.warning("unickpt: steering: %s: %s", type(err).__name__, err)
             return 0

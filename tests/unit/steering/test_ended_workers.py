@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from tests.support.repository import REPO
 from tests.unit.steering.checked_events import members, run, started
 from tests.unit.steering.peers import until
-from unickpt.base.round_folder import read_ended
+from unickpt.base.round_folder import ranks_saved, ranks_willing, read_ended, remove_note
+from unickpt.steering.host.patience import Patience
 from unickpt.steering.host.workers import EndedWorkers
 from unickpt.steering.state.membership import Arrived, JobPhase, Joined, Left, Lost, Membership, WorkersEnded
+from unickpt.testing.launch import environment
 
 VARIABLES = (b"TORCHELASTIC_RUN_ID=job", b"UNICKPT_ROUND=1.1")
 
@@ -76,3 +83,42 @@ def test_the_end_of_a_worker_is_told_while_the_agent_is_busy(tmp_path: Path) -> 
         for process in (*started_, *strangers):
             process.kill()
             process.wait()
+
+
+STAYS = """
+import os, signal, sys, time
+from pathlib import Path
+from unickpt.base.round_folder import must_stay, note_saved, note_willing
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+folder = Path(sys.argv[1])
+note_willing(folder, 3)
+while not told: time.sleep(0.01)
+time.sleep(float(sys.argv[2]))
+note_saved(folder, 3)
+while must_stay(folder) and len(told) < 2: time.sleep(0.01)
+sys.exit(143)
+"""
+
+
+@pytest.mark.parametrize(("save_s", "waits"), [(0.3, True), (60.0, False)], ids=["saves", "hangs"])
+def test_an_agent_lets_its_workers_save_for_longer_than_torchrun_does(tmp_path: Path, save_s: float, waits: bool) -> None:
+    assert Patience.begin(tmp_path, 60.0) is None, "no worker of this host saves together with the others"
+    variables = environment(REPO) | {"TORCHELASTIC_RUN_ID": "id", "RANK": "3"}
+    worker = subprocess.Popen([sys.executable, "-c", STAYS, str(tmp_path), str(save_s)], env=variables)
+    try:
+        until(lambda: ranks_willing(tmp_path) == {3})
+        patience = Patience.begin(tmp_path, 6000.0 if waits else 0.5)
+        assert patience is not None
+        assert patience.lasts()
+        until(lambda: not patience.lasts())
+        assert worker.poll() is None, "torchrun must not see it end by itself"
+        assert (3 in ranks_saved(tmp_path)) is waits
+        if waits:
+            worker.send_signal(signal.SIGTERM)
+            assert worker.wait(20.0) == 143
+    finally:
+        worker.kill()
+        worker.wait()
+    remove_note(tmp_path)
+    assert list(tmp_path.iterdir()) == []

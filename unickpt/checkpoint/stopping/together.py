@@ -17,9 +17,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from unickpt.base.logs import logger, printable
+from unickpt.base.round_folder import must_stay, note_saved, note_willing
 from unickpt.checkpoint.coordination.ends import Ends
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.stopping.agreement import Agreement, Decision, Look
@@ -27,7 +29,7 @@ from unickpt.checkpoint.stopping.agreement import Agreement, Decision, Look
 EXIT_CODE = 128 + int(signal.SIGTERM)  # as a shell shows the end by SIGTERM
 LISTEN_S, AGREE_S = 0.5, 0.02  # intervals of looks at the store: while nobody is told to end, and afterwards
 SHARE_S = 0.0002  # of an interval for each rank: one store serves all of them
-LAUNCHER_S = 5.0  # that a rank which has saved waits for the launcher's SIGTERM under steering
+LAUNCHER_S, STAY_S = 5.0, 60.0  # that a rank which has saved waits for SIGTERM: under steering, and if its agent asks for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Job:
         prefix: of the keys, the same on all ranks.
         ended: returns the ranks that have ended, as far as the launcher knows.
         hopeless: returns why the ranks cannot stop together; '' if they can.
-        asked: whether the launcher ends each rank by SIGTERM when the job is told to end.
+        folder: of the round on this host under steering, where each rank is ended by SIGTERM; None otherwise.
     """
 
     rank: int = 0
@@ -49,7 +51,7 @@ class Job:
     prefix: str = "unickpt/stopping"
     ended: Callable[[], frozenset[int]] = frozenset
     hopeless: Callable[[], str] = str
-    asked: bool = False
+    folder: Path | None = None
 
 
 class StopTogether:
@@ -71,12 +73,18 @@ class StopTogether:
         self._decision: Decision | None = None
         self._reached = threading.Event()
         self._leaves = False
+        self._signals = 0
         self._agreement: Agreement | None = None
         self._ended: Callable[[], frozenset[int]] = frozenset
         self._known: Job | None = None
         self._pause_s = AGREE_S
         self._process = os.getpid()
         threading.Thread(target=self._run, name="unickpt-stopping", daemon=True).start()
+
+    def signal(self) -> None:
+        """Take a SIGTERM of this process."""
+        self._signals += 1
+        self.signalled.set()
 
     # ------------------------------------------------------------ the main thread
 
@@ -126,8 +134,14 @@ class StopTogether:
                 self._agreement.arrive()
                 while not self._agreement.all_arrived() and not self._ended() and time.monotonic() < end_s:
                     time.sleep(self._pause_s)
-        if self._known is not None and self._known.asked:
-            self.signalled.wait(LAUNCHER_S)
+        job = self._known
+        if job is None or job.folder is None:
+            return
+        note_saved(job.folder, job.rank)
+        end_s = time.monotonic() + STAY_S
+        if self.signalled.wait(LAUNCHER_S):
+            while self._signals < 2 and must_stay(job.folder) and time.monotonic() < end_s:
+                time.sleep(self._pause_s)
 
     # ------------------------------------------------------------ the thread
 
@@ -152,6 +166,8 @@ class StopTogether:
     def _connected(self) -> bool:
         if self._known is None:
             self._known = job = self._job()
+            if job is not None and job.folder is not None:
+                note_willing(job.folder, job.rank)
             if job is not None and job.store is not None:
                 self._pause_s = max(AGREE_S, SHARE_S * job.world)
                 ends = Ends(job.store, rank=job.rank, prefix=f"{job.prefix}/ends")

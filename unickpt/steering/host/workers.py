@@ -27,7 +27,7 @@ def kill_stopped_workers() -> list[int]:
 
     torchrun sends SIGTERM and waits for 30 s. A stopped process cannot react to it.
     """
-    return _killed([pid for pid in children_of(os.getpid()) if _state(pid) == "T" and _is_worker(environment_of(pid))])
+    return _killed([pid for pid in children_of(os.getpid()) if _state(pid) == "T" and is_worker(environment_of(pid))])
 
 
 def kill_workers_of_ranks(ranks: Collection[int]) -> list[int]:
@@ -36,10 +36,10 @@ def kill_workers_of_ranks(ranks: Collection[int]) -> list[int]:
     A rank that hangs may not react to SIGTERM: Python runs a handler only when the main thread returns to the interpreter.
     """
     found = {pid: environment_of(pid) for pid in (children_of(os.getpid()) if ranks else [])}
-    return _killed([pid for pid, variables in found.items() if rank_in(variables) in ranks and _is_worker(variables)])
+    return _killed([pid for pid, variables in found.items() if rank_in(variables) in ranks and is_worker(variables)])
 
 
-def _is_worker(variables: Collection[bytes]) -> bool:
+def is_worker(variables: Collection[bytes]) -> bool:
     """Return whether a process with this environment belongs to torchrun."""
     return any(each.startswith(f"{RUN_ID}=".encode()) for each in variables)
 
