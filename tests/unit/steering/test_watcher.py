@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import socket
 from pathlib import Path
 
 from tests.unit.diagnosis.agent.made import hung
 from unickpt.diagnosis.agent.loop import Look
 from unickpt.diagnosis.detectors.examine import examine
+from unickpt.diagnosis.detectors.hardware import Weight
 from unickpt.diagnosis.detectors.observations import Baseline, Direction, LongSteps, SlowTransfers
 from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
+from unickpt.diagnosis.hardware.events import EventKind, HostEvent, HostHardware
+from unickpt.diagnosis.hardware.sources import KERNEL_LOG
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.snapshot.snapshot import Snapshot, take_snapshot
 from unickpt.steering.host.watcher import SlowTimes, report_of
 from unickpt.steering.policy.policy import Fault
+from unickpt.steering.policy.reports import report_as_json, report_from_json
 
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
 STEPS = Verdict(Syndrome.NON_COMMUNICATION_SLOW, (2,), 5, evidence=(LongSteps(25e6, 100e6, 7, 20, 1.0),))
@@ -39,6 +44,27 @@ def test_a_hang_is_reported_with_its_host_and_the_least_movement(tmp_path: Path)
     assert 129 < finding.age_s < 190
     assert finding.text.startswith(f"unickpt HANG rank=2 host={socket.gethostname()} op=all_reduce seq=3 ")
     assert finding.text.endswith(", without movement for 7 s, in one place for 9 s")
+
+
+def test_what_the_hardware_says_is_in_the_report_and_on_the_wire(tmp_path: Path) -> None:
+    seen = snapshot(tmp_path)
+    ranks = {rank: dataclasses.replace(one, host=HOSTS[rank]) for rank, one in seen.ranks.items()}
+    fell = HostEvent(EventKind.XID, "0000:3b:00", seen.now_ns - 129 * 10**9, seen.now_ns - 129 * 10**9, code=79)
+    sound, broken = HostHardware((KERNEL_LOG,)), HostHardware((KERNEL_LOG,), (fell,))
+    cases = (({}, Weight.UNKNOWN), ({"a": sound, "b": sound}, Weight.ABSENT), ({"a": sound, "b": broken}, Weight.PRESENT))
+    for hardware, weight in cases:
+        told = dataclasses.replace(seen, ranks=ranks, hardware=hardware)
+        report = report_of((1, 2), Look(told, examine(told).verdicts, 0), HOSTS, 0, {})
+        assert [finding.hardware for finding in report.findings] == [weight]
+        assert ('evidence="Xid 79 0000:3b:00"' in report.findings[0].text) is (weight is Weight.PRESENT)
+        assert report_from_json(json.loads(json.dumps(report_as_json(report)))) == report
+    link = Verdict(
+        Syndrome.COMMUNICATION_HANG, (1, 2), seen.now_ns - 129 * 10**9, link=(1, 2), hosts=("a", "b"), hardware=(fell,)
+    )
+    (finding,) = report_of((1, 2), Look(told, [link], 0), HOSTS, 0, {}).findings
+    assert (finding.fault, finding.hosts, finding.blamed, finding.hardware) == (
+        Fault.DEAD_LINK, ("a", "b"), "b", Weight.PRESENT,
+    )  # fmt: skip
 
 
 def test_slowness_is_as_old_as_its_first_look_and_not_as_its_newest_steps(tmp_path: Path) -> None:

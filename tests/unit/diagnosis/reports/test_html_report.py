@@ -138,7 +138,7 @@ def test_a_report_of_a_thousand_ranks_is_small(tmp_path: Path) -> None:
     verdict = Verdict(Syndrome.NON_COMMUNICATION_SLOW, (700,), 0)
     verdicts = [(verdict, VerdictText("unickpt SLOW rank=700", "rank 700 is late"))]
     write_report(contents(view, verdicts), tmp_path / "report.html")
-    assert (tmp_path / "report.html").stat().st_size < 5_000_000
+    assert (tmp_path / "report.html").stat().st_size < 2_200_000
     data = json.loads(Markup((tmp_path / "report.html").read_text()).scripts[0])
     assert data["heat"]["steps_per_column"] == 2
     late = matrix(data["heat"]["measures"]["behind_median"], 1024)
