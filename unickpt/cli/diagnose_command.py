@@ -58,7 +58,7 @@ def _seen_from(place: str) -> Snapshot:
         ) from err
 
 
-def _own_folder() -> tuple[str, str]:
+def own_folder() -> tuple[str, str]:
     """Return the folder of this user's newest job on this host, and what was chosen, for a person; '' if there is no choice.
 
     Of a running job that is the folder of its newest round.
@@ -101,7 +101,7 @@ def _told_before(folders: Sequence[Path], verdicts: Sequence[Verdict]) -> list[d
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read and print; 0 if nothing is wrong, 1 if something is."""
-    own, chosen = ("", "") if args.places else _own_folder()
+    own, chosen = ("", "") if args.places else own_folder()
     places = args.places or [own]
     snapshot = seen_from(places)
     found = examine(snapshot, after_s=args.after, reach=Reach(tuple(places))).with_end()

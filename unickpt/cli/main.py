@@ -69,6 +69,7 @@ COMMANDS = (
     _Command("average", "make a checkpoint that is the mean of several", _GOES_ON),
     _Command("watch", "run a program, such as torchrun, with timing of its collectives"),
     _Command("diagnose", "find the rank or link that a job waits for"),
+    _Command("top", "show a job live in the terminal: verdicts, hosts, who waits for whom"),
     _Command(
         "agent", "watch the ranks of this host and report what is wrong", "the agent has stopped; run the same command again"
     ),
