@@ -66,5 +66,6 @@ def test_downtime_and_the_last_repair_are_those_of_the_report() -> None:
     assert found["unickpt_steering_last_repair_seconds",] == 18
     assert found["unickpt_steering_downtime_seconds_total", "host lost"] == 18
     assert found["unickpt_steering_downtime_seconds_total", "start of the job"] == 10
+    assert found["unickpt_steering_downtimes_total", "host lost"] == 1
     assert found["unickpt_steering_effective_training_ratio",] == 0.72
     assert found["unickpt_steering_ranks",] == 2

@@ -18,6 +18,7 @@ HELP = {
     "unickpt_steering_orders_total": "Orders that this agent has seen executed, by kind.",
     "unickpt_steering_hosts": "Hosts by state.",
     "unickpt_steering_ranks": "Ranks of the round.",
+    "unickpt_steering_downtimes_total": "Times without training since this agent began, by cause.",
     "unickpt_steering_downtime_seconds_total": "Time without training since this agent began, by cause.",
     "unickpt_steering_last_repair_seconds": "Time without training that the last repair took, from the last step before it.",
     "unickpt_steering_effective_training_ratio": "Training seconds divided by wall seconds since this agent began.",
@@ -48,7 +49,8 @@ def steering_measurements(
     closed = state is not None and bool(state.closed)
     times = job_times([*entries, *([] if closed else [HistoryEntry(Kind.ALIVE, wall_s)])])
     found.append(MetricValue("unickpt_steering_ranks", {}, float(times.rounds[-1].world if times.rounds else 0)))
-    for cause, (_, seconds) in times.by_cause().items():
+    for cause, (count, seconds) in times.by_cause().items():
+        found.append(MetricValue("unickpt_steering_downtimes_total", {"cause": cause}, float(count)))
         found.append(MetricValue("unickpt_steering_downtime_seconds_total", {"cause": cause}, seconds))
     repaired = [each for each in times.downtimes if each.repaired and each.cause != START]
     if repaired:
