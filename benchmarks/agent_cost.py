@@ -15,6 +15,7 @@ import signal
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from unickpt.diagnosis.agent import launch
@@ -23,6 +24,7 @@ from unickpt.diagnosis.recording.records import Op, Phase
 from unickpt.diagnosis.recording.ring import SUFFIX, Identity, RingWriter
 
 STEP_S, CALLS, GROUPS, WARM_S = 0.5, 60, 4, 10.0
+RANKS, SECONDS = (2, 8, 64), 30.0
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -85,19 +87,25 @@ def measure(ranks: int, seconds: float) -> float:
                 os.waitpid(child, 0)
 
 
+def table(ranks: Sequence[int], seconds: float, rounds: int) -> str:
+    """Return the Markdown table of the agent's processor time."""
+    found: dict[int, list[float]] = {count: [] for count in ranks}
+    for _ in range(rounds):
+        for count, shares in found.items():
+            shares.append(measure(count, seconds))
+    lines = ["| ranks on the host | agent, share of one core |", "|---|---|"]
+    for count, shares in found.items():
+        lines.append(f"| {count} | {statistics.median(shares):.2%} ({min(shares):.2%} to {max(shares):.2%}) |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64])
-    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
+    parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    found: dict[int, list[float]] = {ranks: [] for ranks in args.ranks}
-    for _ in range(args.rounds):
-        for ranks, shares in found.items():
-            shares.append(measure(ranks, args.seconds))
-    print("| ranks on the host | agent, share of one core |\n|---|---|")
-    for ranks, shares in found.items():
-        print(f"| {ranks} | {statistics.median(shares):.2%} ({min(shares):.2%} to {max(shares):.2%}) |")
+    print(table(args.ranks, args.seconds, args.rounds))
 
 
 if __name__ == "__main__":

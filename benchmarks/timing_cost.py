@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import agent_cost
 from benchmarks.measure import machine
 from unickpt.testing.launch import command, environment, leave
 
@@ -256,6 +257,13 @@ gloo's threads. The rows of `deepspeed.comm` use DeepSpeed's own functions.
 """
 
 
+AGENT = """## The agent of a host
+
+One agent watches all ranks of a host. Here each rank is a process that records 60 calls in steps of 0.5 s
+(`python -m benchmarks.agent_cost`).
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
@@ -265,8 +273,9 @@ def main() -> None:
     if args.worker:
         worker(args.worker, args.rounds, args.out)
         return
+    agent = agent_cost.table(agent_cost.RANKS, agent_cost.SECONDS, 3)
     text = page(run("calls", 1, args.rounds), run("calls", 1, args.rounds, **FLIGHTS), run("steps", 2, args.rounds))
-    text = f"{HEAD}\n`python -m benchmarks.timing_cost --rounds {args.rounds}`: {machine()}\n\n{text}\n"
+    text = f"{HEAD}\n`python -m benchmarks.timing_cost --rounds {args.rounds}`: {machine()}\n\n{text}\n\n{AGENT}\n{agent}\n"
     print(text)
     if args.out:
         args.out.write_text(text)

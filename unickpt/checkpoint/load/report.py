@@ -114,7 +114,8 @@ class LoadReport:
 
         Clean is what leaves the state of the job as it was saved: tensors that are restored, cast, or recreated.
         """
-        out = [(f"resumed {self.source} into {self.target}", True)]
+        counts = ", ".join(f"{count:,} {outcome}" for outcome, count in self.count().items() if count)
+        out = [(f"resumed {self.source} into {self.target}: {counts or 'nothing'}, in {self.seconds:.1f} s", True)]
         out += [(f"skipped {line}", True) for line in self.skipped]
         out += [(f"  note of the saving job: {note}", True) for note in self.notes]
         for state, outcomes in self._by_state().items():

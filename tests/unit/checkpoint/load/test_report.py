@@ -11,6 +11,7 @@ from unickpt.checkpoint.load.report import LoadReport
 
 def clean() -> LoadReport:
     report = LoadReport("out/global_step3 (step 3)", "ZeRO-3 on 2 ranks")
+    report.seconds = 0.31
     report.add("embed.weight", "weight", "cast", "from the master")
     report.add("embed.weight", "master", "restored")
     report.add("head.weight", "exp_avg", "on other ranks", "held by another stage")
@@ -22,7 +23,8 @@ def test_a_clean_load_is_one_line_and_details(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO, "unickpt"):
         clean().log()
     lines = [record.getMessage().removeprefix("unickpt: ") for record in caplog.records]  # pytest's handler shows the name
-    assert lines == ["resumed out/global_step3 (step 3) into ZeRO-3 on 2 ranks"]
+    counts = "1 restored, 1 cast, 1 recreated, 1 on other ranks"
+    assert lines == [f"resumed out/global_step3 (step 3) into ZeRO-3 on 2 ranks: {counts}, in 0.3 s"]
     caplog.clear()
     with caplog.at_level(logging.DEBUG, "unickpt"):
         clean().log()
