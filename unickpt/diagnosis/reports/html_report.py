@@ -156,9 +156,10 @@ def _shortened(ranks: Sequence[int]) -> str:
 
 
 def _waiting(job: JobRecords, verdicts: Verdicts) -> dict[str, Any]:
-    """Return rows by rank, with the rows that each waits for.
+    """Return rows, ranks that others wait for first, with the rows that each waits for.
 
-    A small job has a row for each rank; a large one for each call, and for each rank that others wait for.
+    A small job has a row for each rank that waits, a large one for each call. Ranks that wait for nothing, and that nobody
+    waits for, have a row in a small job in which nothing is wrong.
     """
     calls = wait_rows(job)
     others = rank_activities(job, calls)
@@ -172,7 +173,7 @@ def _waiting(job: JobRecords, verdicts: Verdicts) -> dict[str, Any]:
         rows.append({"ranks": (rank,), "what": "has no ring here", "for": (), "since": 0, "kind": "held"})
     plain = 0
     for other in others:
-        if len(job.ranks) > EACH_RANK and other.rank not in wanted:
+        if (wanted or len(job.ranks) > EACH_RANK) and other.rank not in wanted:
             plain += 1
             continue
         kind = "held" if other.rank in wanted else "runs"
@@ -180,7 +181,7 @@ def _waiting(job: JobRecords, verdicts: Verdicts) -> dict[str, Any]:
     cut = max(len(rows) - MOST_CALLS, 0)
     if cut:  # ranks that others wait for, then calls with most ranks
         rows = sorted(rows, key=lambda row: (row["kind"] != "held", -len(row["ranks"])))[:MOST_CALLS]
-    rows.sort(key=lambda row: row["ranks"])
+    rows.sort(key=lambda row: (row["kind"] != "held", row["ranks"]))
     at = {rank: place for place, row in enumerate(rows) for rank in row["ranks"]}
     return {
         "rows": [

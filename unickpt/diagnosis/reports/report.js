@@ -132,7 +132,7 @@ function verdicts() {
 }
 
 function waiting() {
-  const box = section("Who waits for whom now", "A row for each rank" + (Object.keys(data.places).length > 32 ? " that others wait for, and for each call that ranks wait in" : "") +
+  const box = section("Who waits for whom now", "A row for each rank" + (Object.keys(data.places).length > 32 ? " that others wait for, and for each call that ranks wait in" : data.waiting.plain ? " that waits, or that others wait for" : "") +
     ", at the moment of reading; arrows lead from those that wait to those that they wait for. Red: others wait for it, and it is in no call itself.");
   const graph = add(box, "div");
   graph.id = "graph";
@@ -464,7 +464,7 @@ function rounds() {
 }
 
 let noneColour = style("--none");
-for (const part of data.world ? [heading, rounds, verdicts, prices, waiting, heat, lines, memory, checkpoints, delays, groups] : [heading, rounds]) part();
+for (const part of data.world ? [heading, verdicts, rounds, prices, waiting, heat, lines, memory, checkpoints, delays, groups] : [heading, rounds]) part();
 function again() { noneColour = style("--none"); paint(); }
 again();
 addEventListener("resize", again);

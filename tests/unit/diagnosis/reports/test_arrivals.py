@@ -116,11 +116,13 @@ def test_wait_rows_name_the_ranks_that_others_wait_for(tmp_path: Path) -> None:
         ("all_reduce #7", (0,), (2,), 50 * MS), ("all_reduce #4", (2,), (3,), 50 * MS),
     ]  # fmt: skip
     assert [other.rank for other in rank_activities(view, calls)] == [1, 3]
-    shown = contents(view, [])["waiting"]["rows"]
+    waiting = contents(view, [])["waiting"]
+    shown = waiting["rows"]  # the rank that others wait for first, and rank 1 in no row
     assert [(row["ranks"], row["kind"], row["for"], row["to"]) for row in shown] == [
-        ("0", "waits", "2", [2]), ("1", "runs", "", []), ("2", "waits", "3", [3]), ("3", "held", "", []),
+        ("3", "held", "", []), ("0", "waits", "2", [2]), ("2", "waits", "3", [0]),
     ]  # fmt: skip
-    assert shown[0]["since"] == 50 * MS
+    assert waiting["plain"] == 1
+    assert shown[1]["since"] == 50 * MS
 
 
 def test_the_timeline_shows_the_longest_activity_of_each_part(tmp_path: Path) -> None:
