@@ -79,16 +79,21 @@ _taker: Callable[[], None] | None = None  # called at SIGTERM in place of the en
 
 def guard(saver: GuardedSaver) -> None:
     """Make the end of this process wait for the pending saves of a saver."""
-    global _installed, _listening
+    global _listening
     with _lock:
         _savers[saver] = None
-        if not _installed:
-            _installed = True
-            _at_exit()
-            os.register_at_fork(after_in_child=_reset_in_child)
+        _install()
         if not _listening:
             _listening = True
             _listen()
+
+
+def _install() -> None:
+    global _installed
+    if not _installed:
+        _installed = True
+        _at_exit()
+        os.register_at_fork(after_in_child=_reset_in_child)
 
 
 def ending_signal() -> str:
@@ -109,6 +114,7 @@ def take_over(taker: Callable[[], None]) -> bool:
     if threading.current_thread() is not threading.main_thread():
         return False
     with _lock:
+        _install()
         _taker, _listening = taker, True
         if _woken or _wake():
             signal.signal(signal.SIGTERM, _ignore_signal)
@@ -149,8 +155,11 @@ def _at_exit() -> None:
 def _reset_in_child() -> None:
     """Reset the state in a forked child, such as a worker of a data loader: saves and signals belong to the parent."""
     global _ending, _listening, _lock, _taker, _woken
+    took_over = _taker is not None
     _lock, _listening, _ending, _taker, _woken = threading.Lock(), False, "", None, False
     _savers.clear()
+    if took_over and signal.getsignal(signal.SIGTERM) is not _ignore_signal:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if signal.getsignal(signal.SIGTERM) is _ignore_signal:
         signal.set_wakeup_fd(-1)  # the descriptor belongs to the thread of the parent
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,9 +13,11 @@ from collections.abc import Callable
 import pytest
 from torch.distributed import HashStore
 
+from tests.support.repository import REPO
 from unickpt.checkpoint.stopping import together
 from unickpt.checkpoint.stopping.agreement import Agreement, Decision, Look, decide
 from unickpt.checkpoint.stopping.together import Job, StopTogether
+from unickpt.testing.launch import environment
 
 
 def test_the_greatest_boundary_counts() -> None:
@@ -142,3 +146,37 @@ def test_a_process_alone_stops_at_its_next_boundary() -> None:
     with pytest.raises(SystemExit) as raised:
         part.leave()
     assert raised.value.code == 143
+
+
+FORKS = """
+import os, signal, sys, time
+from unickpt import Preemption
+if sys.argv[1] == "read":  # other code reads the signals of this process
+    import socket
+    ends = socket.socketpair()
+    ends[1].setblocking(False)
+    signal.set_wakeup_fd(ends[1].fileno())
+preemption = Preemption()
+reading, writing = os.pipe()
+child = os.fork()
+if not child:
+    os.write(writing, b"x")
+    time.sleep(30)
+    os._exit(0)
+os.read(reading, 1)
+os.kill(child, signal.SIGTERM)
+assert os.waitpid(child, 0)[1] == signal.SIGTERM, "a worker of a data loader ends"
+time.sleep(0.3)
+assert not preemption.due(1), "the signal was for the child alone"
+os.kill(os.getpid(), signal.SIGTERM)
+steps = 1
+while not preemption.due(steps := steps + 1):
+    time.sleep(0.01)
+preemption.leave()
+"""
+
+
+@pytest.mark.parametrize("how", ["", "read"], ids=["signals are read", "other code reads them"])
+def test_a_signal_to_a_child_is_none_to_the_training(how: str) -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS, how], env=environment(REPO), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 143, done.stderr
