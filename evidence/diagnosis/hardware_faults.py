@@ -17,6 +17,7 @@ import os
 import re
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -32,7 +33,7 @@ from unickpt.diagnosis.reports.verdict_line import VerdictLine, parse_line
 
 WORKER = str(Path(__file__).with_name("hardware_worker.py"))
 CONF = "hang_seconds=40,still_seconds=3,loop_seconds=60,dead_seconds=20,stopped_seconds=20,slow=evict,slow_seconds=60"
-LIMIT_S, QUIET_S = 90.0, 12.0  # for an order; without one
+LIMIT_S, QUIET_S = 100.0, 12.0  # for an order; without one
 RANK = 1
 _ORDER = re.compile(r"order: (park [^\n]*)")
 COLUMNS = ("named", "cause", "host", "place", "action")
@@ -63,7 +64,10 @@ class RecordedHosts(Agents):
 
 
 def played(cases: Sequence[Case], kind: str, dead: bool, folder: Path) -> tuple[RecordedHosts, str, float]:
-    """Start a job, make the fault in it, and return the job, the host of rank 1, and the time of the fault."""
+    """Start a job, make the fault in it, and return the job, the host of rank 1, and the time of the fault.
+
+    What makes a rank slow goes on.
+    """
     job = RecordedHosts(folder, "1:2", worker=WORKER, conf=CONF)
     trees = {name: HardwareTree(folder / name / "hardware") for name in ("n0", "n1")}
     for name in trees:
@@ -83,13 +87,23 @@ def played(cases: Sequence[Case], kind: str, dead: bool, folder: Path) -> tuple[
         time.sleep(0.2)
         for case in cases:
             case.change(trees[host], pid)
+    if kind == "slow":
+        threading.Thread(target=_again, args=(cases, trees[host], pid), daemon=True).start()
     return job, host, begin
 
 
-def observed(job: RecordedHosts, begin: float, wanted: str, dead: bool) -> tuple[list[tuple[VerdictLine, str]], str, float]:
+def _again(cases: Sequence[Case], tree: HardwareTree, pid: int) -> None:
+    with contextlib.suppress(OSError):  # the folder of the job is removed at its end
+        while (tree.folder / "dev/kmsg").exists():
+            time.sleep(3.0)
+            for case in cases:
+                case.change(tree, pid)
+
+
+def observed(job: RecordedHosts, begin: float, wanted: str, quiet: bool) -> tuple[list[tuple[VerdictLine, str]], str, float]:
     """Return the lines of verdicts with the sentence on what to do, the first order, and the seconds until it."""
     order, at = "", 0.0
-    while time.monotonic() - begin < (QUIET_S if dead else LIMIT_S):
+    while time.monotonic() - begin < (QUIET_S if quiet else LIMIT_S):
         text = "\n".join(path.read_text(errors="replace") for path in job.outputs)
         found = _ORDER.search(text)
         if found is not None:
@@ -115,8 +129,10 @@ def row_of(case: Case, wanted: str, told: list[tuple[VerdictLine, str]], order: 
     place = line is not None and (case.dead or "hardware_worker.py" in line.at)
     if case.broken:
         acted = order.startswith(f"park {wanted}: BROKEN_OUT")
-    elif case.dead:
+    elif case.dead or case.data:
         acted = not order
+    elif case.slow:
+        acted = order.startswith(f"park {wanted} for ") and ": SLOW_OUT: " in order
     else:
         acted = order.startswith(f"park {wanted} for ") and ": HUNG_OUT: " in order
     return Row(
@@ -128,10 +144,10 @@ def row_of(case: Case, wanted: str, told: list[tuple[VerdictLine, str]], order: 
 def ran(case: Case, also: Sequence[Case] = ()) -> Row:
     """Run one job."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        kind = "slow" if case.slow else "hang"
+        kind = "slow" if case.slow else "data" if case.data else "hang"
         job, host, begin = played([*also, case], kind, case.dead, Path(folder))
         try:
-            told, order, at = observed(job, begin, case.quoted, case.dead)
+            told, order, at = observed(job, begin, case.quoted, case.dead or (case.data and not case.broken))
         finally:
             job.close()
         return row_of(case, host, told, order, at)

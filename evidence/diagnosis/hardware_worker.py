@@ -1,11 +1,13 @@
 """Under torchrun: a job that trains without end, one rank of which hangs or becomes slow when a file says so.
 
 Usage: ``hardware_worker.py FOLDER``. Every start of a worker adds a line to ``FOLDER/starts`` (round, rank, world, step, pid).
-``FOLDER/fault`` holds ``rank kind``: ``hang``, ``slow`` or nothing. A file ``stop`` ends the program.
+``FOLDER/fault`` holds ``rank kind``: ``hang``, ``data`` (a wait for data that does not end), ``slow`` or nothing. A file
+``stop`` ends the program.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -16,6 +18,7 @@ import torch.distributed as dist
 
 from unickpt.base.options.job import TimingOptions
 from unickpt.diagnosis import session
+from unickpt.diagnosis.recording.records import Phase
 
 STEP_S, SLOWER_S = 0.05, 0.08
 
@@ -35,10 +38,11 @@ def compute(rank: int, folder: Path, step: int) -> None:
         return
     if int(wanted) != rank:
         return
-    if kind == "hang":
+    if kind in ("hang", "data"):
         (folder / "fault").unlink()
         (folder / "begun").write_text(str(step))
-        hang()
+        with session.in_phase(Phase.DATA) if kind == "data" else contextlib.nullcontext():
+            hang()
     time.sleep(SLOWER_S)
 
 

@@ -42,7 +42,8 @@ class HardwareTree:
             self.write(f"sys/class/net/eth0/{name}", text)
         self.write("sys/class/net/veth1/operstate", "up")  # made by software
         self.write("sys/fs/cgroup/memory.events", "low 0\nhigh 0\nmax 12\noom 0\noom_kill 0\n")
-        self.write("sys/fs/cgroup/cpu.stat", "usage_usec 9000\nnr_throttled 0\nthrottled_usec 0\n")
+        self._throttled = 0.0
+        self.throttle(0.0)
         self._gpus = {gpu: GpuReading(clock_mhz=1980, most_mhz=1980, celsius=60) for gpu in GPUS}
         self.gpu(GPUS[0])
 
@@ -60,6 +61,12 @@ class HardwareTree:
         total = int(seconds * 1e6)
         lines = [f"{kind} avg10=0.00 avg60=0.00 avg300=0.00 total={total}" for kind in ("some", "full")]
         self.write(f"proc/pressure/{name}", "\n".join(lines) + "\n")
+
+    def throttle(self, seconds: float) -> None:
+        """Let the container's processor limit stop it for some more time."""
+        self._throttled += seconds
+        text = f"usage_usec 9000\nnr_throttled 9\nthrottled_usec {int(self._throttled * 1e6)}\n"
+        self.write("sys/fs/cgroup/cpu.stat", text)
 
     def gpu(self, device: str, **changed: Any) -> None:
         self._gpus[device] = GpuReading(**{**asdict(self._gpus[device]), **changed})
@@ -93,6 +100,7 @@ class Case:
         slow: whether it makes a rank slow. Otherwise it hangs.
         dead: whether the process is killed.
         before: whether it was so before the agent began to look.
+        data: whether the rank waits for data.
     """
 
     name: str
@@ -103,6 +111,7 @@ class Case:
     slow: bool = False
     dead: bool = False
     before: bool = False
+    data: bool = False
 
 
 def _xid(text: str, **more: Any) -> Change:
@@ -168,6 +177,13 @@ FAULTS = (
          "hot GPU 0000:3b:00", broken=True, hint="look at its cooling", slow=True),
     Case("power brake", lambda tree, _: tree.gpu(GPUS[0], reasons=0x88, clock_mhz=600),
          "GPU power 0000:3b:00", broken=True, hint="power supply", slow=True),
+    Case("a disk fails", _log("I/O error, dev nvme1n1, sector 7814032 op 0x0:(READ) flags 0x80700 phys_seg 4 prio class 2"),
+         "disk error nvme1n1", broken=True, hint="have the disk replaced", data=True),
+    Case("a file server is silent", _log("nfs: server filer7 not responding, still trying"),
+         "silent file server filer7", hint="look at the file server", data=True),
+    Case("the processor limit of the container",
+         lambda tree, _: tree.throttle(5.0),
+         "processor limit /", hint="raise the processor limit", slow=True),
 )  # fmt: skip
 
 LOOK_ALIKES = (

@@ -24,6 +24,7 @@ from unickpt.diagnosis.hardware.sampler import HardwareSampler
 from unickpt.diagnosis.hardware.sources import KERNEL_LOG, NETWORK, VARIABLE, Roots, readable_sources
 from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.process_state import State
+from unickpt.diagnosis.recording.records import Phase
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.reports.verdict_line import parse_line
 from unickpt.diagnosis.reports.verdict_text import one_as_json, render
@@ -82,6 +83,9 @@ def judged(case: Case, snapshot: Snapshot) -> Verdict:
     if case.dead:
         dead = dataclasses.replace(snapshot.ranks[2], state=State.DEAD, exit=ExitStatus(9), heard_ns=snapshot.now_ns)
         snapshot = dataclasses.replace(snapshot, ranks={**snapshot.ranks, 2: dead})
+    if case.data:
+        waits = dataclasses.replace(snapshot.ranks[2], phase=int(Phase.DATA))
+        snapshot = dataclasses.replace(snapshot, ranks={**snapshot.ranks, 2: waits})
     (verdict,) = examine(snapshot, after_s=5).verdicts
     return verdict
 
