@@ -69,24 +69,28 @@ def played(cases: Sequence[Case], kind: str, dead: bool, folder: Path) -> tuple[
     What makes a rank slow goes on.
     """
     job = RecordedHosts(folder, "1:2", worker=WORKER, conf=CONF)
-    trees = {name: HardwareTree(folder / name / "hardware") for name in ("n0", "n1")}
-    for name in trees:
-        job.start(name)
-    job.until_step(40)
-    job.round("", 2)
-    started = [each for each in job.starts() if each.rank == RANK][-1]
-    pid, host = started.pid, host_of(job, started)
-    begin = time.monotonic()
-    if dead:
-        for case in cases:
-            case.change(trees[host], pid)
-        time.sleep(1.2)  # a look of the agent
-        os.kill(pid, signal.SIGKILL)
-    else:
-        (folder / "fault").write_text(f"{RANK} {kind}")
-        time.sleep(0.2)
-        for case in cases:
-            case.change(trees[host], pid)
+    try:
+        trees = {name: HardwareTree(folder / name / "hardware") for name in ("n0", "n1")}
+        for name in trees:
+            job.start(name)
+        job.until_step(40)
+        job.round("", 2)
+        started = [each for each in job.starts() if each.rank == RANK][-1]
+        pid, host = started.pid, host_of(job, started)
+        begin = time.monotonic()
+        if dead:
+            for case in cases:
+                case.change(trees[host], pid)
+            time.sleep(1.2)  # a look of the agent
+            os.kill(pid, signal.SIGKILL)
+        else:
+            (folder / "fault").write_text(f"{RANK} {kind}")
+            time.sleep(0.2)
+            for case in cases:
+                case.change(trees[host], pid)
+    except BaseException:
+        job.close()
+        raise
     if kind == "slow":
         threading.Thread(target=_again, args=(cases, trees[host], pid), daemon=True).start()
     return job, host, begin
