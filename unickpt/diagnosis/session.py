@@ -32,6 +32,7 @@ from unickpt.base.role import role
 from unickpt.base.round_folder import RUN_ID, Failed, folder_of_round, note_failure
 from unickpt.diagnosis.agent import launch
 from unickpt.diagnosis.host import stack_dumps
+from unickpt.diagnosis.host.early_stacks import EARLY
 from unickpt.diagnosis.layer_costs.measured import SUFFIX as LAYERS
 from unickpt.diagnosis.recording.device_events import CudaEvents, EventSource
 from unickpt.diagnosis.recording.launched import arrives_first, this_host, write_launch
@@ -99,6 +100,8 @@ class Session:
         self._hooks.install()
         self.phases.install()
         self._stacks = stack_dumps.listen(stack_dumps.path_of(self.folder, rank))
+        if self._stacks is not None:
+            EARLY.end()
         self._fatal = self._stacks is not None and stack_dumps.listen_to_end(self._stacks)
         self._remove_hook = on_last_exception(partial(self._failed, rank))
         self._agent = self._start_agent(options, first_rank if first_rank >= 0 else rank) if first and given is None else None

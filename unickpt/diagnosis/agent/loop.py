@@ -44,11 +44,12 @@ from unickpt.diagnosis.layer_costs.store import default_store
 from unickpt.diagnosis.recording.records import Op, Records
 from unickpt.diagnosis.recording.ring import RingReader
 from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
+from unickpt.diagnosis.reports.start_text import start_notices
 from unickpt.diagnosis.reports.verdict_line import parse_line
 from unickpt.diagnosis.reports.verdict_text import VerdictText, one_as_json, render, render_all
 from unickpt.diagnosis.snapshot.clocks import on_one_clock
 from unickpt.diagnosis.snapshot.snapshot import LayerSample, RankSnapshot, RankTables, Snapshot, take_snapshot
-from unickpt.diagnosis.snapshot.stacks import can_answer, stacks_of
+from unickpt.diagnosis.snapshot.stacks import can_answer, stacks_of, with_early_stacks
 from unickpt.diagnosis.snapshot.tcp_windows import TcpSampler
 
 EVERY_S = 1.0
@@ -270,6 +271,8 @@ class Agent:
         self._prior = LayerPrior(folder, store or default_store())
         self._hardware, self._kept = hardware, HostHardware()
         self._dead: set[int] = set()  # ranks of this host at the last look
+        self._told_of_start: set[str] = set()
+        self._starting: tuple[float, dict[int, tuple[Frame, ...]]] = -_STACK_S, {}  # when stacks were asked for, by process
 
     def look(self, job: HostRings, exits: Mapping[int, ProcessExit] | None = None, *, ends: bool = False) -> Look | None:
         """Process one look: the rings as read, and the processes that have ended.
@@ -294,7 +297,8 @@ class Agent:
         connections = connections_of(pids, self._sockets)
         self._traffic.add(connections, time.monotonic())
         windows = self._sampler.window(time.monotonic_ns(), connections)
-        own = _named(self._with_hardware(dataclasses.replace(own, ranks=ranks, windows=windows)), self._host)
+        own = self._with_early_stacks(dataclasses.replace(own, ranks=ranks, windows=windows))
+        own = _named(self._with_hardware(own), self._host)
         if self._collector is None:
             said = self._sent(own)
             if said is not None:
@@ -324,7 +328,27 @@ class Agent:
             asked = snapshot.ranks.get(verdict.ranks[0]) if far else None
             if self._once(verdict.key, text, awaits=_comes(verdict.syndrome, asked)):
                 self._note(verdict, text, found, snapshot)
+        self._tell_of_start(snapshot)
         return Look(snapshot, lasting, merged.longest_wait_ns)
+
+    def _tell_of_start(self, snapshot: Snapshot) -> None:
+        """Write once which ranks the others wait for that have not begun to record."""
+        for key, (sentence, then) in start_notices(snapshot, whole=self._collector is not None).items():
+            if key not in self._told_of_start:
+                self._told_of_start.add(key)
+                self.tell(f"{PREFIX}{sentence}")
+                self.tell(f"{PREFIX}next: {then}")
+
+    def _with_early_stacks(self, own: Snapshot) -> Snapshot:
+        """Return the snapshot of this host with the stacks of ranks that have not begun, unless the job makes steps."""
+        if not own.absent or len(own.steps):
+            return own
+        asked_s, before = self._starting
+        if time.monotonic() - asked_s > _STACK_S:
+            before = {one.pid: one.stack for one in with_early_stacks(own.absent).values()}
+            self._starting = time.monotonic(), before
+        absent = {rank: dataclasses.replace(one, stack=before.get(one.pid, ())) for rank, one in own.absent.items()}
+        return dataclasses.replace(own, absent=absent)
 
     def _with_hardware(self, own: Snapshot) -> Snapshot:
         """Return the snapshot of this host with what its hardware tells, and keep that beside the rings."""

@@ -76,8 +76,9 @@ def with_places(verdict: Verdict, snapshot: Snapshot) -> Verdict:
     """Return the verdict with all known places, and the state of the first rank at fault if the fault is in its process."""
     places = (*ranks_at(verdict.ranks, snapshot, waiting=False), *ranks_at(verdict.waiting, snapshot, waiting=True))
     first = snapshot.ranks.get(verdict.ranks[0]) if verdict.ranks else None
-    at = place_of(first.stack) if first is not None else None
     absent = snapshot.absent.get(verdict.ranks[0]) if verdict.ranks else None
+    known = first or absent
+    at = place_of(known.stack) if known is not None else None
     state = first.state if first is not None else absent.state if absent is not None else None
     in_process = verdict.syndrome in _IN_PROCESS
     return dataclasses.replace(verdict, state=state if in_process else None, at=at, places=places)
@@ -87,7 +88,7 @@ def ranks_at(ranks: Sequence[int], snapshot: Snapshot, *, waiting: bool) -> list
     """Return where ranks are, those in one place together; of many, the first ones. ``waiting``: whether they only wait."""
     found: dict[Frame, list[int]] = defaultdict(list)
     for rank in ranks[:MOST]:
-        one = snapshot.ranks.get(rank)
+        one = snapshot.ranks.get(rank) or snapshot.absent.get(rank)
         frame = place_of(one.stack) if one is not None else None
         if frame is not None:
             found[frame].append(rank)

@@ -20,6 +20,7 @@ from unickpt.base.left_workers import rank_in
 from unickpt.base.private_files import read_text, replacing
 from unickpt.base.process_identity import boot_id, children_of, environment_of
 from unickpt.diagnosis.host.process_state import State, state_of
+from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.recording.rank_ranges import MOST_RANKS
 
 _PREFIX, _BYTES = "launched-", 4096
@@ -46,11 +47,13 @@ class AbsentRank:
         pid: process number; 0 if unknown.
         host: host name.
         state: state of the process.
+        stack: frames of its main thread, innermost first; empty if unknown.
     """
 
     pid: int
     host: str
     state: State
+    stack: tuple[Frame, ...] = ()
 
 
 def this_host() -> tuple[int, int]:

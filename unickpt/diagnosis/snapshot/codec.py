@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
                 r.heard_ns,
                 list(r.coordinates),
                 [int(r.last.op), r.last.seq, r.last.label, r.last.end_ns] if r.last is not None else None,
-                [[frame.function, frame.file, frame.line, frame.own] for frame in r.stack],
+                _stack_fields(r.stack),
                 [r.exit.signal, r.exit.code] if r.exit is not None else None,
                 r.cpu_wait,
                 r.still_s,
@@ -73,7 +73,9 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
             ]
             for rank, r in snapshot.ranks.items()
         },
-        "absent": {str(rank): [one.pid, one.host, one.state.value] for rank, one in snapshot.absent.items()},
+        "absent": {
+            str(rank): [one.pid, one.host, one.state.value, _stack_fields(one.stack)] for rank, one in snapshot.absent.items()
+        },
         "hardware": {host: as_fields(found) for host, found in snapshot.hardware.items()},
         "tables": {name: len(table) for name, table in tables.items()},
     }
@@ -154,12 +156,12 @@ def _rank(
     status: Any, cpu_wait: Any, still_s: Any, same_place_s: Any, failed: Any, layers: Any,
     raised: Any, failure: Any,
 ) -> RankSnapshot:  # fmt: skip
-    if len(coordinates) > len(AXES) or len(stack) > DEEPEST:
-        raise ValueError("more coordinates or frames than a rank has")
+    if len(coordinates) > len(AXES):
+        raise ValueError("more coordinates than a rank has")
     return RankSnapshot(
         _number(pid, 1 << 31), _text(host), State(state), bool(closed), _time(step), _number(phase, 1 << 32), _time(heard_ns),
         tuple((_text(axis), _number(at, MOST_RANKS)) for axis, at in coordinates), _last(*last) if last is not None else None,
-        tuple(Frame(_text(name), _text(file), _number(line, 1 << 31), bool(own)) for name, file, line, own in stack),
+        _stack(stack),
         ExitStatus(*(_number(each, 256) for each in status)) if status is not None else None, float(cpu_wait),
         _duration(still_s), _duration(same_place_s), bool(failed),
         _layers(*layers) if layers is not None else None, bool(raised), _failure(*failure) if failure is not None else None,
@@ -174,8 +176,18 @@ def _failure(signature: Any, text: Any, excused: Any, kind: Any, remedy: Any, er
     return Failed(_text(signature), _text(text), bool(excused), FailureKind(kind), Remedy(remedy), _text(error), _time(at_ns))
 
 
-def _absent(pid: Any, host: Any, state: Any) -> AbsentRank:
-    return AbsentRank(_number(pid, 1 << 31), _text(host), State(state))
+def _absent(pid: Any, host: Any, state: Any, stack: Any) -> AbsentRank:
+    return AbsentRank(_number(pid, 1 << 31), _text(host), State(state), _stack(stack))
+
+
+def _stack_fields(stack: Sequence[Frame]) -> list[list[Any]]:
+    return [[frame.function, frame.file, frame.line, frame.own] for frame in stack]
+
+
+def _stack(frames: Any) -> tuple[Frame, ...]:
+    if len(frames) > DEEPEST:
+        raise ValueError("more frames than a rank has")
+    return tuple(Frame(_text(name), _text(file), _number(line, 1 << 31), bool(own)) for name, file, line, own in frames)
 
 
 def _layers(took_s: Any, expected_s: Any, error: Any, steps: Any) -> LayerSample:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+import socket
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from unickpt.diagnosis.host import stack_dumps
+from unickpt.diagnosis.host import early_stacks, stack_dumps
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame
+from unickpt.diagnosis.recording.launched import AbsentRank
 from unickpt.diagnosis.snapshot.snapshot import RankSnapshot, Snapshot
 
 
@@ -39,4 +41,12 @@ def with_stacks(snapshot: Snapshot, folders: Iterable[Path], ranks: Collection[i
         there = [rank for rank in ranks if rank in snapshot.ranks and stack_dumps.path_of(folder, rank).is_file()]
         found |= stacks_of(folder, snapshot, there)
     known = {rank: dataclasses.replace(snapshot.ranks[rank], stack=stack) for rank, stack in found.items() if stack}
-    return dataclasses.replace(snapshot, ranks={**snapshot.ranks, **known})
+    absent = with_early_stacks({rank: one for rank, one in snapshot.absent.items() if rank in ranks})
+    return dataclasses.replace(snapshot, ranks={**snapshot.ranks, **known}, absent={**snapshot.absent, **absent})
+
+
+def with_early_stacks(absent: Mapping[int, AbsentRank]) -> dict[int, AbsentRank]:
+    """Return ranks that have not begun to record with the stacks of those that run on this host and listen."""
+    here = [one.pid for one in absent.values() if one.pid and one.host == socket.gethostname() and not one.stack]
+    answers = stack_dumps.ask_all({pid: early_stacks.path_of(pid) for pid in here}) if here else {}
+    return {rank: dataclasses.replace(one, stack=answers.get(one.pid) or one.stack) for rank, one in absent.items()}
