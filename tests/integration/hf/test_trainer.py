@@ -119,7 +119,7 @@ def stock(work: Path) -> Path:
 
 def test_all_processes_save_one_step_when_one_of_them_is_told_to_end(work: Path, stock: Path) -> None:
     folder, config = work / "preempted", shipped("hf_zero2_auto")
-    stopped = run("train_trainer", 2, folder, config, *COMMON, "--preempt", "3", "--save_steps", "1000", check=False)
+    stopped = run("train_trainer_preempted", 2, folder, config, *COMMON, "--save_steps", "1000", check=False)
     said = stopped.stdout + stopped.stderr
     assert "rank 1 on" in said
     assert "all ranks save at the same step boundary" in said

@@ -6,10 +6,8 @@ script; the one addition is a callback that writes down what the tests compare.
 
 from __future__ import annotations
 
-import os
-import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from transformers import (
@@ -22,7 +20,6 @@ from transformers import (
     set_seed,
 )
 
-import ds_unickpt
 from tests.jobs.hf.recorder import Recorder
 
 VOCABULARY, LENGTH = 48, 16
@@ -35,13 +32,11 @@ MODELS = {
 
 @dataclass
 class ScriptArguments:
-    """What is not Trainer's own. ``resume``: ``last`` for the newest checkpoint in ``output_dir``. ``preempt``: step
-    after which the last rank sends itself SIGTERM, and all save together; 0 for none."""
+    """What is not Trainer's own. ``resume``: ``last`` for the newest checkpoint in ``output_dir``."""
 
     model: str = field(default="llama", metadata={"choices": sorted(MODELS)})
     resume: str | None = None
     record: str | None = None
-    preempt: int = 0
 
 
 class Counting(torch.utils.data.Dataset):
@@ -58,27 +53,15 @@ class Counting(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-class Preempting(TrainerCallback):
-    """Sends SIGTERM to the last rank after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        if state.global_step == self.step and args.process_index == args.world_size - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return control
-
-
-def main() -> None:
+def main(callbacks: Sequence[TrainerCallback] = ()) -> None:
+    """Train. ``callbacks``: further ones."""
     script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
     set_seed(args.seed)
     config = AutoConfig.for_model(script.model, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **MODELS[script.model])
     model = AutoModelForCausalLM.from_config(config)
     trainer = Trainer(model=model, args=args, train_dataset=Counting(60), eval_dataset=Counting(12))
-    if script.preempt:
-        trainer.add_callback(Preempting(script.preempt))
-        trainer.add_callback(ds_unickpt.PreemptionCallback())
+    for each in callbacks:
+        trainer.add_callback(each)
     if script.record:
         trainer.add_callback(Recorder(script.record))
     trainer.train(resume_from_checkpoint=True if script.resume == "last" else script.resume)
