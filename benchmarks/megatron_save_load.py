@@ -105,12 +105,13 @@ def worker(args: argparse.Namespace) -> None:
                 fresh(behind)
             warm(raw.path)
             raw.read()  # each rank its own file
-            found["raw read"] = slowest(raw.read)
+            found |= {"raw read": slowest(raw.read), "checked raw read": slowest(raw.read_checked)}
             for kind in FORMATS:
                 warm(folder / kind)
                 found[f"{kind} load"] = slowest(partial(load, job, kind, folder / kind))
-            if cold():
-                found["raw read, uncached"] = slowest(raw.read)
+            for what, read in (("raw read", raw.read), ("checked raw read", raw.read_checked)):
+                if cold():
+                    found[f"{what}, uncached"] = slowest(read)
             for kind in FORMATS:  # last, because dropping the cache also drops the code of the programs
                 if cold():
                     found[f"{kind} load, uncached"] = slowest(partial(load, job, kind, folder / kind))
@@ -149,7 +150,7 @@ def table(result: dict[str, Any]) -> list[str]:
         compared = kind in ("save", "load", "stall", "written")
         best = min(stock, key=lambda k: statistics.median(seconds[k])) if compared else name
         raw = {"save": "raw write", "write": "raw write", "written": "raw write", "stall": "memory copy"}.get(kind, "raw read")
-        raw = "" if how == ", uncached" or name == "memory copy" else raw
+        raw = "" if how == ", uncached" or name in ("memory copy", "checked raw read") else raw
         to_stock = ratio(values, seconds[best]) if compared else "-"
         to_raw = ratio(values, seconds[raw]) if raw else "-"
         low, high = min(values), max(values)

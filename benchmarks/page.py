@@ -52,12 +52,20 @@ def sections(questions: Sequence[Question], results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
+RULE = (
+    "A goal is reached on a layout if the median round reaches it. Layouts with more ranks than the machine has cores have no "
+    "part in the goals."
+)
+
+
 def memory_body(results: Sequence[Result], unavailable: Sequence[str]) -> str:
     """Return the generated Markdown of the page of the memory tier."""
     if not results:
         return ""
     goals = goals_table(results, MEMORY_GOALS)
-    return "\n".join(["## Goals", "", goals, "", *(f"{each}\n" for each in unavailable), sections(MEMORY_QUESTIONS, results)])
+    return "\n".join(
+        ["## Goals", "", RULE, "", goals, "", *(f"{each}\n" for each in unavailable), sections(MEMORY_QUESTIONS, results)]
+    )
 
 
 def body(results: Sequence[Result], direct_io: str, unavailable: Sequence[str]) -> str:
@@ -68,7 +76,7 @@ def body(results: Sequence[Result], direct_io: str, unavailable: Sequence[str]) 
         direct_io: Markdown of the benchmark of direct I/O; '' if it did not run.
         unavailable: sentences on peers that cannot run here.
     """
-    lines = ["## Goals", "", "A goal is reached on a layout if the median round reaches it.", "", goals_table(results), ""]
+    lines = ["## Goals", "", RULE, "", goals_table(results), ""]
     lines += [line for each in unavailable for line in (each, "")]
     lines += [sections(QUESTIONS, results)]
     memory = memory_table(results)

@@ -7,6 +7,7 @@ All results have the form that the benchmarks write with ``--json``: a list of d
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -346,13 +347,17 @@ MEMORY_GOALS = (
 
 
 def goals_table(results: Sequence[Result], goals: Sequence[Goal] = GOALS) -> str:
-    """Return the table of goals: on how many layouts each is reached, and the layout that misses it most."""
+    """Return the table of goals: on how many layouts each is reached, and the layout that misses it most.
+
+    Layouts with more ranks than the machine has cores are left out, if the results say so with ``ranks`` and ``cores``.
+    """
     lines = ["| goal | reached | furthest from it |", "|---|---|---|"]
     for goal in goals:
         reached, missed = 0, []
         for each in results:
             ours, other = values(each, Column("", goal.ours)), each["seconds"].get(goal.other, ())
-            if not ours or not other:
+            crowded = each.get("ranks", 0) > each.get("cores", math.inf)
+            if crowded or not ours or not other:
                 continue
             limits = [goal.factor * value + goal.plus_s for value in other]
             times = statistics.median(a / b for a, b in zip(ours, limits, strict=True))

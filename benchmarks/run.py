@@ -129,8 +129,9 @@ def measured(options: list[str]) -> dict[str, Any]:
 
 
 def results(data: dict[str, Any], names: list[str]) -> list[Any]:
-    """Return the results of benchmarks in the order of the page: one per layout."""
-    return [each for name in PARTS if name in names for each in data.get(name, {}).get("results", [])]
+    """Return the results of benchmarks in the order of the page: one per layout, with the cores of its machine."""
+    found = [data[name] for name in PARTS if name in names and name in data]
+    return [{**each, "cores": int(part["machine"].split()[0])} for part in found for each in part.get("results", [])]
 
 
 def body(data: dict[str, Any]) -> str:

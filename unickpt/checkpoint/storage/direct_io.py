@@ -15,7 +15,9 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -81,17 +83,17 @@ def _resident(address: int, pages: int) -> int:
 class DirectSink:
     """A file that is written sequentially through a descriptor opened with ``O_DIRECT``.
 
-    Block-aligned data is written in place; other data is copied once. If the file system rejects a direct
-    write, the sink continues through the cache.
+    Block-aligned data is written in place; other data is copied once, into one of two buffers in turn: a thread writes one
+    while the caller fills the other. If the file system rejects a direct write, the sink continues through the cache.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._bounce = mmap.mmap(-1, _BOUNCE_BYTES)
-        self._view = memoryview(self._bounce)
-        self._filled = 0  # bytes in the bounce buffer
+        self._view, self._other = (memoryview(mmap.mmap(-1, _BOUNCE_BYTES)) for _ in range(2))
+        self._filled = 0  # bytes in the buffer
         self._at = 0  # bytes written to the file; a multiple of the block while direct
         self._direct = True
+        self._writer: _Writer | None = None
 
     def write(self, parts: Sequence[memoryview]) -> None:
         for part in parts:
@@ -105,23 +107,34 @@ class DirectSink:
         aligned = (address_of(part) + to_block) % BLOCK_BYTES == 0
         if aligned and len(part) >= to_block + BLOCK_BYTES:
             self._keep(part[:to_block])
-            self._flush()
+            self._wait()
+            self._put(self._view[: self._filled])
+            self._filled = 0
             count = (len(part) - to_block) // BLOCK_BYTES * BLOCK_BYTES
             self._put(part[to_block : to_block + count])
             return to_block + count
         count = min(len(part), _BOUNCE_BYTES - self._filled)
         self._keep(part[:count])
         if self._filled == _BOUNCE_BYTES:
-            self._flush()
+            self._write_behind()
         return count
 
     def _keep(self, part: memoryview) -> None:
         self._view[self._filled : self._filled + len(part)] = part
         self._filled += len(part)
 
-    def _flush(self) -> None:
-        self._put(self._view[: self._filled])
-        self._filled = 0
+    def _write_behind(self) -> None:
+        """Let the thread write the buffer, after the one before, and go on with the other."""
+        self._wait()
+        if self._writer is None:
+            self._writer = _Writer(self._put)
+        self._writer.write(self._view)
+        self._view, self._other, self._filled = self._other, self._view, 0
+
+    def _wait(self) -> None:
+        """Wait for the thread. Raises what it has raised."""
+        if self._writer is not None:
+            self._writer.wait()
 
     def _put(self, part: memoryview) -> None:
         while len(part):
@@ -144,6 +157,7 @@ class DirectSink:
 
     def finish(self) -> None:
         """Write the buffered rest and truncate the file to its true length."""
+        self._wait()
         size = self._at + self._filled
         if self._filled:
             padded = -(-self._filled // BLOCK_BYTES) * BLOCK_BYTES
@@ -151,3 +165,53 @@ class DirectSink:
             self._put(self._view[:padded])
             os.ftruncate(self._descriptor, size)
         self._filled = 0
+
+    def close(self) -> None:
+        """End the thread. Nothing is written to the descriptor afterwards."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class _Writer:
+    """A thread that writes one buffer at a time. If none can be started, at the end of the interpreter, the caller writes."""
+
+    def __init__(self, put: Callable[[memoryview], None]) -> None:
+        self._put = put
+        self._wanted: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._busy = False
+        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="unickpt-write", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._thread = None
+
+    def write(self, part: memoryview) -> None:
+        """Write a part, after ``wait`` for the one before."""
+        if self._thread is None:
+            self._put(part)
+            return
+        self._busy = True
+        self._wanted.put(part)
+
+    def wait(self) -> None:
+        """Wait until nothing is being written. Raises what the write has raised."""
+        if self._busy:
+            self._busy = False
+            error = self._done.get()
+            if error is not None:
+                raise error
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._wanted.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (part := self._wanted.get()) is not None:
+            try:
+                self._put(part)
+            except BaseException as err:  # for the caller
+                self._done.put(err)
+            else:
+                self._done.put(None)

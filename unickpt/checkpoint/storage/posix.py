@@ -245,8 +245,11 @@ def _new_file(path: Path, *, direct: bool) -> Iterator[Sink]:
     try:
         if past_cache:
             sink = DirectSink(descriptor)
-            yield sink
-            sink.finish()
+            try:
+                yield sink
+                sink.finish()
+            finally:
+                sink.close()
         else:
             yield _DescriptorSink(descriptor)
         os.fsync(descriptor)

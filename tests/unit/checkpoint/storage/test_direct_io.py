@@ -7,6 +7,7 @@ import errno
 import gc
 import mmap
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ SIZES = st.lists(
 )
 
 
+@pytest.fixture(params=[direct_io._BOUNCE_BYTES, 2 * BLOCK_BYTES], ids=["one buffer", "buffers in turn"])
+def buffers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data that is not aligned fits into one buffer, or is written by a thread while the next buffer is filled."""
+    monkeypatch.setattr(direct_io, "_BOUNCE_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("buffers")
 @given(sizes=SIZES, touching=st.booleans(), direct=st.booleans())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
 def test_the_file_is_the_concatenation_of_its_parts(
@@ -51,6 +59,7 @@ def test_the_file_is_the_concatenation_of_its_parts(
     assert (tmp_path / "x").read_bytes() == b"".join(bytes(part) for part in parts)
 
 
+@pytest.mark.usefixtures("buffers")
 @pytest.mark.parametrize("call", range(3))
 def test_a_file_system_that_refuses_later_gets_the_rest_through_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
@@ -71,6 +80,7 @@ def test_a_file_system_that_refuses_later_gets_the_rest_through_the_cache(
     assert (tmp_path / "x").read_bytes() == data.numpy().tobytes()
 
 
+@pytest.mark.usefixtures("buffers")
 def test_short_writes_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[: max(len(data) // 2, 1)], at))
@@ -80,6 +90,7 @@ def test_short_writes_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "x").read_bytes() == data.numpy().tobytes()
 
 
+@pytest.mark.usefixtures("buffers")
 def test_a_full_disk_is_an_error_and_not_a_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -87,6 +98,62 @@ def test_a_full_disk_is_an_error_and_not_a_fallback(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(StorageError, match="No space left"), PosixStorage(tmp_path).create("x", direct=True) as sink:
         sink.write([memoryview(bytes(10_000))])
+
+
+def _unaligned(size: int) -> memoryview:
+    """Return bytes at an odd address, which are copied into a buffer."""
+    region = mmap.mmap(-1, size + BLOCK_BYTES)
+    region[1 : size + 1] = (bytes(range(251)) * (size // 251 + 1))[:size]
+    return memoryview(region)[1 : size + 1]
+
+
+def test_a_thread_writes_one_buffer_while_the_other_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_io, "_BOUNCE_BYTES", 2 * BLOCK_BYTES)
+    real, threads = os.pwrite, set()
+
+    def noting(*args: Any) -> int:
+        threads.add(threading.current_thread().name)
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwrite", noting)
+    data = _unaligned(40 * BLOCK_BYTES + 17)
+    with PosixStorage(tmp_path).create("x", direct=True) as sink:
+        sink.write([data])
+    assert (tmp_path / "x").read_bytes() == bytes(data)
+    assert "unickpt-write" in threads
+    assert "unickpt-write" not in {each.name for each in threading.enumerate()}
+
+
+def test_where_no_thread_can_be_started_the_caller_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_io, "_BOUNCE_BYTES", 2 * BLOCK_BYTES)
+
+    def fails(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    data = _unaligned(9 * BLOCK_BYTES + 17)
+    with PosixStorage(tmp_path).create("x", direct=True) as sink:
+        sink.write([data])
+    assert (tmp_path / "x").read_bytes() == bytes(data)
+
+
+def test_an_error_of_the_thread_reaches_the_caller_once_and_nothing_is_written_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct_io, "_BOUNCE_BYTES", 2 * BLOCK_BYTES)
+    real, calls = os.pwrite, [0]
+
+    def full(*args: Any) -> int:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StorageError, match="No space left"), PosixStorage(tmp_path).create("x", direct=True) as sink:
+        sink.write([_unaligned(100 * BLOCK_BYTES)])
+    assert calls[0] == 3
+    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("cached", [True, False])
