@@ -15,6 +15,7 @@ spread, and ratios within a round.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -40,6 +41,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--no-process", action="store_true", help="without DCP's process, which holds a second copy of the state"
     )
+    parser.add_argument("--sharded-only", action="store_true", help="without the load into plain tensors, whole on each rank")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--json", type=Path, help="file for the seconds of every round")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -195,7 +197,8 @@ def worker(args: argparse.Namespace) -> None:
             for key, value in found.items():
                 seconds.setdefault(key, []).append(value)
     del job
-    if world > 1:
+    gc.collect()  # of a module and its hooks
+    if world > 1 and not args.sharded_only:
         other = Job(args.millions, sharded=False)
         for number in range(args.rounds + 1):
             for kind in KINDS:
@@ -227,7 +230,8 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
-    options = [f"--millions={args.millions}", f"--rounds={args.rounds}", *(["--no-process"] if args.no_process else [])]
+    options = [f"--millions={args.millions}", f"--rounds={args.rounds}"]
+    options += [f"--{name.replace('_', '-')}" for name in ("no_process", "sharded_only") if getattr(args, name)]
     ranks = " ".join(map(str, args.ranks))
     lines = [f"`python -m benchmarks.torch_save_load {' '.join(options)} --ranks {ranks}`", ""]
     lines.append(f"{args.millions}M parameters, fp32, AdamW, FSDP2; {machine()}.")
