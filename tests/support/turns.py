@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 
 from torch.distributed import TCPStore
 
+from tests.support.after_fork import renew_threads
 from unickpt.testing.launch import free_port, leave
 
 Job = Callable[[], None]
@@ -67,6 +68,7 @@ def _in_a_fork(job: Job, world: int, port: str) -> None:
         # the store of torchrun still has the keys of earlier jobs
         os.environ.update(sizes, MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="False")
         try:
+            renew_threads()
             job()
             leave()
         except BaseException:

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from tests.jobs.faults.state import contribution
+from tests.support.after_fork import renew_threads
 from tests.support.rank_threads import on_all_ranks
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.save.requests import SaveOptions, SaveRequest, SaveResult
@@ -67,9 +67,7 @@ def fork(action: Callable[[], None]) -> int:
         return child
     status = 70
     try:
-        # After a fork PyTorch replaces its pool of threads at the first use. Threads that come first together race for it, and
-        # one of them gets "Invalid thread pool!" (ATen/ParallelOpenMP.cpp); so this thread is the first.
-        torch.set_num_threads(1)
+        renew_threads(1)
         action()
         status = 0
     except BaseException:
