@@ -16,11 +16,11 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from tests.support.browser import needs_browser, wider_than_a_phone
 from tests.support.repository import REPO
 from unickpt.testing.launch import environment
 
 DOCS, SITE = REPO / "docs", REPO / "build" / "site"
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ROOT_PAGES = [REPO / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "changes/README.md")]
 
 # What users type, and the page that the search must show first.
@@ -164,36 +164,11 @@ def test_the_search_prefers_guides(site: Path) -> None:
     assert {page for page in everywhere if page.startswith(("evidence/", "developing/"))} == {"evidence/"}
 
 
-_WIDTHS = """<!doctype html><body><pre id="result"></pre><script>
-const pages = %s, frame = document.createElement("iframe"), wide = [];
-frame.style.width = "390px"; frame.style.height = "844px"; document.body.append(frame);
-let at = -1;
-const next = () => {
-  if (++at < pages.length) frame.src = pages[at];
-  else document.getElementById("result").textContent = `measured ${pages.length} ` + JSON.stringify(wide);
-};
-frame.onload = () => setTimeout(() => {
-  const { scrollWidth } = frame.contentDocument.documentElement;
-  if (scrollWidth > 390) wide.push([pages[at], scrollWidth]);
-  next();
-}, 20);
-next();
-</script>"""
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome is installed to open the pages with")
+@needs_browser
 def test_no_page_scrolls_sideways_on_a_phone(site: Path, tmp_path: Path) -> None:
     """Wide tables and code scroll inside their box."""
     pages = [str(path.relative_to(site)) for path in sorted(site.rglob("index.html"))]
-    measure = site / "measure-widths.html"
-    measure.write_text(_WIDTHS % json.dumps(pages))
-    command = [
-        str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom",
-        f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=600000", measure.as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    measure.unlink()
-    assert f"measured {len(pages)} []" in done.stdout, done.stdout[-2000:]
+    assert wider_than_a_phone(site, pages, tmp_path / "profile") == []
 
 
 def _messages() -> list[tuple[str, str]]:

@@ -134,7 +134,7 @@ function verdicts() {
 function waiting() {
   const box = section("Who waits for whom now", "A row for each rank" + (Object.keys(data.places).length > 32 ? " that others wait for, and for each call that ranks wait in" : data.waiting.plain ? " that waits, or that others wait for" : "") +
     ", at the moment of reading; arrows lead from those that wait to those that they wait for. Red: others wait for it, and it is in no call itself.");
-  const graph = add(box, "div");
+  const graph = add(add(box, "div", "scroll"), "div");
   graph.id = "graph";
   const table = add(graph, "table"), head = add(table, "tr");
   for (const name of ["rank", "does", "waits for", "how long"]) add(head, "th", "", name);

@@ -7,14 +7,13 @@ import html
 import html.parser
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.browser import drawn, needs_browser, wider_than_a_phone
 from tests.support.report_records import MS, call, group, hostile, moment, ring
 from tests.unit.diagnosis.reports.jobs import job_of_four, records_of
 from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
@@ -150,9 +149,6 @@ def test_a_report_of_a_thousand_ranks_is_small(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
 def history(host: str) -> dict[str, Any]:
     """Two rounds of 100 s: 72 s of training, then a cause of the same kind as the name of the host."""
     cause = hostile("cause") if host != "node1" else "host lost"
@@ -170,7 +166,7 @@ def history(host: str) -> dict[str, Any]:
     return as_json(job_times(rows))
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome is installed to open the page with")
+@needs_browser
 @pytest.mark.parametrize("kind", ["plain", "hostile", "large", "rounds", "prices"])
 def test_a_browser_draws_the_page_without_errors(tmp_path: Path, kind: str) -> None:
     """A hostile job has hostile rounds, too; with the rounds alone, nothing else is drawn."""
@@ -182,11 +178,7 @@ def test_a_browser_draws_the_page_without_errors(tmp_path: Path, kind: str) -> N
     prices = {**costs, "rows": [["group", hostile("group"), 0.005]]} if kind == "prices" else None
     records = gather_records([] if kind == "rounds" else [job])
     write_report(contents(records, verdicts, rounds, prices=prices), tmp_path / "report.html")
-    command = [
-        str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0", "--dump-dom",
-        f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", (tmp_path / "report.html").as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = drawn(tmp_path / "report.html", tmp_path / "profile")
     assert "CONSOLE" not in done.stderr, done.stderr
     found = Markup(done.stdout)
     assert ("html", "yes") in [(tag, attributes.get("data-drawn")) for tag, attributes in found.tags], done.stdout[:2000]
@@ -203,3 +195,19 @@ def test_a_browser_draws_the_page_without_errors(tmp_path: Path, kind: str) -> N
     if rounds is not None:
         assert "Effective training time 72.00%: " in done.stdout
         assert f"{hostile('cause') if kind == 'hostile' else 'host lost'}" in html.unescape(done.stdout)
+
+
+@needs_browser
+def test_no_report_scrolls_sideways_on_a_phone(tmp_path: Path) -> None:
+    """Whatever the names and the number of ranks, wide parts scroll inside their box."""
+    names, culprit = ["plain", "hostile", "large", "rounds"], Verdict(Syndrome.NON_COMMUNICATION_SLOW, (500,), 0)
+    long = VerdictText("unickpt SLOW rank=500 host=" + "node" * 40, "rank 500 is late, " * 30)
+    for name in names:
+        folder = tmp_path / name
+        folder.mkdir()
+        made = {"hostile": lambda at: hostile_job(at)[0], "large": lambda _: large(512, 8)}.get(name, job_of_four)
+        records = gather_records([] if name == "rounds" else [made(folder)])
+        verdicts = [(culprit, long)] if name == "large" else []
+        rounds = history(hostile("host")) if name in ("hostile", "rounds") else None
+        write_report(contents(records, verdicts, rounds), tmp_path / f"{name}.html")
+    assert wider_than_a_phone(tmp_path, [f"{name}.html" for name in names], tmp_path / "profile") == []
