@@ -198,7 +198,7 @@ def _templates(node: ast.AST) -> str | None:
 
 
 def _nodes() -> Iterator[ast.AST]:
-    for package in ("unickpt", "ds_unickpt", "megatron_unickpt"):
+    for package in ("unickpt", "ds_unickpt", "megatron_unickpt", "torch_unickpt"):
         for path in sorted((REPO / package).rglob("*.py")):
             yield from ast.walk(ast.parse(path.read_text()))
 
