@@ -41,13 +41,14 @@ from unickpt.base.round_folder import RINGS, ROUND, RUN_ID, note_stopping
 from unickpt.checkpoint.fence import FENCE
 from unickpt.steering.agent.end_signal import EndSignal
 from unickpt.steering.agent.peer import Peer
+from unickpt.steering.agent.waiting import WaitingNotice
 from unickpt.steering.host.host_agent import HostAgent
 from unickpt.steering.host.patience import Patience
 from unickpt.steering.host.workers import EndedWorkers, kill_stopped_workers, kill_workers_of_ranks
 from unickpt.steering.links.self_check import SelfCheck
 from unickpt.steering.policy.decisions import Decisions
 from unickpt.steering.publishing.observers import Observers
-from unickpt.steering.state.admission import waits_for
+from unickpt.steering.state.forming import Expected, expected_hosts
 from unickpt.steering.state.limits import Limits
 from unickpt.steering.state.membership import (
     Arrived,
@@ -60,13 +61,11 @@ from unickpt.steering.state.membership import (
     Opened,
     Ready,
     Round,
-    Standing,
     WorkerFailed,
     WorkersEnded,
     leaves_no_boundary,
     must_stop,
     rank_in_round,
-    standing,
 )
 from unickpt.steering.wire.addresses import is_loopback
 from unickpt.steering.wire.asking import Contact, publish
@@ -77,7 +76,6 @@ BACKEND = "unickpt"
 PORT = 29400  # torch's default
 TIMEOUT_S = 600.0  # torch's default time limit of a rendezvous
 CONNECT_S, STORE_S = 10.0, 300.0
-NOTICE_S = 30.0
 
 
 def creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -103,7 +101,8 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     name, observers = options.host or socket.gethostname(), Observers(options, params.run_id)
     timeout_s = float(params.get("timeout", TIMEOUT_S))
     local = (params.local_addr or "").strip("[]")
-    peer = Peer(name, endpoint, limits_of(params, options), key, local, Decisions(options), observers.chronicle, timeout_s)
+    limits = limits_of(params, options)
+    peer = Peer(name, endpoint, limits, key, local, Decisions(options), observers.chronicle, timeout_s)
     observers.leads = lambda: peer.leads
     try:
         peer.start()
@@ -117,7 +116,13 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     )  # fmt: skip
     check = SelfCheck(key, lambda: peer.loopbacks, peer.read, peer.keep)
     contact = _publish(peer, key)
-    return SteeringHandler(peer, agent, check, params.run_id, timeout_s, record, contact, observers)
+    notice = WaitingNotice(peer, limits, _expected(peer, options), host if is_loopback(host) else "")
+    return SteeringHandler(peer, agent, check, notice, params.run_id, timeout_s, record, contact, observers)
+
+
+def _expected(peer: Peer, options: SteeringOptions) -> Expected:
+    listed = {key: names_in(getattr(options, key)) for key in ("hosts", "order")}
+    return expected_hosts(listed, os.environ, [*peer.last_names, peer.name] if peer.last_names else [])
 
 
 def _publish(peer: Peer, key: bytes) -> Path | None:
@@ -141,7 +146,7 @@ def limits_of(params: RendezvousParameters, options: SteeringOptions) -> Limits:
         raise ConfigError(
             f"--rdzv-conf sizes={options.sizes} must be numbers from {params.min_nodes} to {params.max_nodes}, as in 4+6+8"
         )
-    order = tuple(word for word in options.order.split("+") if word)
+    order = names_in(options.order)
     twice = sorted({name for name in order if order.count(name) > 1})
     if twice:
         raise ConfigError(f"--rdzv-conf order={options.order} has {', '.join(twice)} more than once: name each host once")
@@ -154,6 +159,11 @@ def limits_of(params: RendezvousParameters, options: SteeringOptions) -> Limits:
     )  # fmt: skip
 
 
+def names_in(text: str) -> tuple[str, ...]:
+    """Return the names of a list in an option, ``node1+node2``."""
+    return tuple(word for word in text.split("+") if word)
+
+
 class SteeringHandler(RendezvousHandler):
     """Handler of one agent.
 
@@ -161,6 +171,7 @@ class SteeringHandler(RendezvousHandler):
         peer: this agent's part in the membership, started.
         agent: diagnosis agent of this host.
         self_check: measurements of this host.
+        notice: says what this host waits for.
         run_id: ``--rdzv-id``.
         timeout_s: seconds after which ``next_rendezvous`` gives up if no round runs.
         record: record of the workers of this agent.
@@ -169,12 +180,12 @@ class SteeringHandler(RendezvousHandler):
     """
 
     def __init__(
-        self, peer: Peer, agent: HostAgent, self_check: SelfCheck, run_id: str, timeout_s: float, record: WorkerRecord,
-        contact: Path | None = None, observers: Observers | None = None,
+        self, peer: Peer, agent: HostAgent, self_check: SelfCheck, notice: WaitingNotice, run_id: str, timeout_s: float,
+        record: WorkerRecord, contact: Path | None = None, observers: Observers | None = None,
     ) -> None:  # fmt: skip
         self._peer, self._agent, self._run_id, self._timeout_s = peer, agent, run_id, timeout_s
         self._contact, self._observers, self._record = contact, observers, record
-        self._self_check = self_check
+        self._self_check, self._notice = self_check, notice
         self._epoch = (0, 0)  # of the last round that this agent took part in
         self._stores: dict[tuple[int, int], TCPStore] = {}
         self._reserved: dict[tuple[int, int], socket.socket] = {}
@@ -311,8 +322,8 @@ class SteeringHandler(RendezvousHandler):
         self._end_watch()
         self._agent.end(last_look=True)
         self._end_left_workers()
-        began_s = notice_s = time.monotonic()
-        logged = ""
+        began_s = time.monotonic()
+        self._notice.begin()
         self._say()
         state = self._peer.read()
         while True:
@@ -326,11 +337,9 @@ class SteeringHandler(RendezvousHandler):
                 if state.phase is JobPhase.RUNNING:
                     began_s = now_s  # a spare waits as long as the others work
             if now_s - began_s > self._timeout_s:
-                raise RendezvousTimeoutError(f"unickpt: no round began within {self._timeout_s:.0f} s: {self._waiting(state)}")
-            waits = self._waiting(state)
-            if now_s - notice_s > NOTICE_S or (self._is_out(state) and waits != logged):
-                notice_s, logged = now_s, waits
-                logger.info("unickpt: steering: waiting: %s", printable(waits))
+                said = ". next: ".join(filter(None, self._notice.text(state)))
+                raise RendezvousTimeoutError(f"unickpt: no round began within {self._timeout_s:.0f} s: {said}")
+            self._notice.look(state)
             state = self._peer.wait(state, 0.5)
 
     def _end_left_workers(self) -> None:
@@ -467,22 +476,6 @@ class SteeringHandler(RendezvousHandler):
         if state is None:
             return False
         return bool(state.closed) or state.round is None or state.round.epoch != epoch or state.phase is JobPhase.GATHERING
-
-    def _is_out(self, state: Membership | None) -> bool:
-        """Whether this host waits while it is parked or a spare."""
-        return state is not None and standing(state, self._peer.name) in (Standing.PARKED, Standing.SPARE)
-
-    def _waiting(self, state: Membership | None) -> str:
-        if state is None:
-            return "no contact with the other hosts"
-        name = self._peer.name
-        if name in state.parked:
-            return f"{name} is parked: {state.parked[name].reason}"
-        if self._is_out(state):
-            return f"{name} is a spare" + (f": {waits}" if (waits := waits_for(state, name, time.monotonic())) else "")
-        missing = [host.name for host in state.hosts.values() if host.arrived_s is None]
-        there = f"{len(state.hosts)} hosts of {state.limits.min_nodes} to {state.limits.max_nodes} are there"
-        return there + (f", not ready: {', '.join(sorted(missing))}" if missing else "")
 
 
 def _names(workers: list[LeftWorker]) -> str:

@@ -38,6 +38,11 @@ class SteeringOptions:
     )
     sizes: str = option("", "allowed numbers of hosts, as in `4+6+8`; empty: all from MIN to MAX")
     order: str = option("", "hosts in the order of their ranks, as in `node2+node0+node1`; empty: the order of their names")
+    hosts: str = option(
+        "",
+        "names of all hosts, as in `node1+node2`, so that the log can name those that have not come; empty: `order`, Slurm's "
+        "list, or the hosts of the last round",
+    )
     grow: bool = option(True, "start a larger round as soon as more hosts arrive")
     lone: bool = option(
         False, "go on with half of the hosts or fewer, even if the others may still run behind a failed network"

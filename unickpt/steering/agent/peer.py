@@ -25,9 +25,18 @@ from unickpt.steering.state.limits import Limits
 from unickpt.steering.state.membership import Event, Heard, Joined, Membership, Paused, Tick, TookOver, holds_name, successors
 from unickpt.steering.state.quorum import may_lead
 from unickpt.steering.state.transitions import transition
-from unickpt.steering.wire.addresses import LOOPBACKS, any_address, await_name, is_local, is_loopback, loopback_of, way_to
+from unickpt.steering.wire.addresses import (
+    LOOPBACKS,
+    any_address,
+    await_name,
+    is_local,
+    is_loopback,
+    loopback_of,
+    no_contact,
+    way_to,
+)
 from unickpt.steering.wire.codec import Frames, SteeringError, dial, event_as_json, join_address, split_address, state_from_json
-from unickpt.steering.wire.last_members import file_of, forget, recall, remember
+from unickpt.steering.wire.last_members import file_of, forget, recall, recall_names, remember
 from unickpt.steering.wire.probing import DIAL_S, Probe, Proof
 
 TICK_S = 0.1
@@ -76,6 +85,8 @@ class Peer:
         self._begun_s = time.monotonic()
         self._members = file_of(key, name, endpoint)
         self._remembered: frozenset[str] = frozenset()
+        self.last_names = recall_names(self._members)  # of the other hosts of the last round, as far as this host remembers
+        self.trouble = self.remedy = ""  # why no leader is found, and what to do about it
         self.address = ""
         self.loopbacks: list[str] = []  # at which this agent can reach itself, the first one that answers
         self.workers = 0  # of this host, for the table of hosts
@@ -180,9 +191,14 @@ class Peer:
                 answer = self._probe.greet(self._endpoint, "")
                 self._copy.follow(answer.contact or self._endpoint)
                 return
-        except ConnectionRefusedError:
-            pass
-        except OSError:  # its machine is dead, or the network is: the job may go on elsewhere
+        except ConnectionRefusedError as err:
+            self.trouble, self.remedy = no_contact(self._endpoint, err)
+        except (EOFError, SteeringError) as err:
+            self.trouble, self.remedy = no_contact(self._endpoint, err)
+            self._stopped.wait(RETRY_S)
+            return
+        except OSError as err:  # its machine is dead, or the network is: the job may go on elsewhere
+            self.trouble, self.remedy = no_contact(self._endpoint, err)
             if not self._follows_members():
                 self._stopped.wait(RETRY_S)
             return
@@ -203,7 +219,7 @@ class Peer:
         others = frozenset(host.address for host in state.hosts.values() if host.incarnation != self.incarnation)
         if others and others != self._remembered:
             self._remembered = others
-            remember(self._members, others)
+            remember(self._members, others, [name for name in state.hosts if name != self.name])
 
     def _follows_members(self) -> bool:
         """Ask the hosts that were last in this job. Follow their leader, or wait while they look for one.

@@ -152,6 +152,30 @@ def unresolved(host: str, err: Exception) -> str:
     )
 
 
+def no_contact(endpoint: str, err: Exception) -> tuple[str, str]:
+    """Return why an agent finds no other one at the endpoint, and what to do about it."""
+    host, _, port = endpoint.rpartition(":")
+    plain = host.strip("[]")
+    if isinstance(err, socket.gaierror):
+        return unresolved(plain, err), f"type on this host: getent hosts {plain}"
+    addresses = sorted({str(each[4][0]) for each in _found(plain, 0, socket.SOCK_STREAM)} - {plain})
+    at = f"{endpoint} ({', '.join(addresses[:2])})" if addresses else endpoint
+    if isinstance(err, ConnectionRefusedError):
+        return (
+            f"the endpoint {at} refuses connections, so no agent listens there",
+            f"look whether torchrun runs on {plain} with this --rdzv-endpoint, and at its log",
+        )
+    if isinstance(err, OSError):
+        return (
+            f"the endpoint {at} does not answer ({err})",
+            f"type on this host: nc -vz {plain} {port}; its machine is down, or a firewall or a route is in between",
+        )
+    return (
+        f"who listens at the endpoint {at} does not accept this agent ({err})",
+        "compare --rdzv-id and secret_file with those of the other hosts; another program may listen at this port",
+    )
+
+
 @contextlib.contextmanager
 def _said_if_slow(host: str) -> Iterator[None]:
     timer = threading.Timer(

@@ -33,19 +33,29 @@ def file_of(key: bytes, name: str, endpoint: str, parent: Path | None = None) ->
     return (parent or Path(tempfile.gettempdir())) / f"unickpt-{os.geteuid()}-members" / name_of_file
 
 
-def remember(file: Path, addresses: Collection[str]) -> None:
-    """Keep the addresses of the other agents, and remove the files of jobs that ended long ago. Never raises."""
+def remember(file: Path, addresses: Collection[str], names: Collection[str] = ()) -> None:
+    """Keep addresses and names of the other agents, and remove the files of jobs that ended long ago. Never raises."""
     with contextlib.suppress(OSError):
         make_folder(file.parent)
         _remove_old(file.parent, file)
         with replacing(file) as target:
-            target.write(json.dumps(sorted(addresses)).encode())
+            target.write(json.dumps({"addresses": sorted(addresses), "names": sorted(names)}).encode())
 
 
 def recall(file: Path) -> Sequence[str]:
     """Return the addresses that were kept last; none if there is no such file."""
+    return _kept(file, "addresses")
+
+
+def recall_names(file: Path) -> Sequence[str]:
+    """Return the names that were kept last; none if there is no such file."""
+    return _kept(file, "names")
+
+
+def _kept(file: Path, key: str) -> Sequence[str]:
     with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(read_text(file, _LONGEST) or "[]")
+        found = json.loads(read_text(file, _LONGEST) or "{}")
+        found = found.get(key) if isinstance(found, dict) else None
         if isinstance(found, list):
             return [each for each in found if isinstance(each, str)][:_MOST]
     return []
