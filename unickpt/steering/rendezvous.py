@@ -155,7 +155,7 @@ def limits_of(params: RendezvousParameters, options: SteeringOptions) -> Limits:
         expiry_s=options.expiry_seconds, settle_s=options.settle_seconds, grow=options.grow, lone=options.lone,
         fruitful_s=options.fruitful_seconds, boundary_s=options.boundary_seconds, out_s=options.out_seconds,
         longest_out_s=options.longest_out_seconds, retries=options.retries if options.act else None,
-        self_check=options.self_check, check_share=options.check_share, order=order,
+        self_check=options.self_check, start_check=options.start_check, check_share=options.check_share, order=order,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from unickpt.steering.links import self_check, self_measure
 from unickpt.steering.links.self_check import SelfCheck, partners
 from unickpt.steering.state.hosts import host_rows
 from unickpt.steering.state.limits import Limits
-from unickpt.steering.state.membership import Admit, JobPhase, Lost, Measured, Membership, Park, Tick
+from unickpt.steering.state.membership import Admit, JobPhase, Joined, Lost, Measured, Membership, Park, Reached, Tick
 from unickpt.steering.state.scores import Score, described, failure
 
 USUAL = Score(100.0, 0.0, 20.0, 2.0, 1.0)
@@ -130,6 +130,67 @@ def test_a_slow_host_that_is_needed_is_admitted_and_a_wrong_one_is_not() -> None
     assert "and is needed" in admitted.orders[-1].text
 
 
+WRONG, SLOW = USUAL._replace(wrong="compute: a matrix product is wrong"), USUAL._replace(memory=2.0)
+
+
+def starting(start_check: str, low: int = 3, high: int = 4, *, measured: int = 3) -> Membership:
+    """A job of four hosts whose first round waits, and of which some have measured themselves."""
+    limits: dict[str, Any] = {
+        **AT_ONCE,
+        "expiry_s": 1e9,
+        "self_check": True,
+        "out_s": 100.0,
+        "start_check": start_check,
+        "join_s": 30.0,
+    }
+    state = Membership(Limits(low, high, **limits), "h0", gathering_s=-30.0)
+    for at in range(4):
+        state = run(state, Joined(f"h{at}", "1", f"h{at}:1"))
+    return run(state, *(Measured(f"h{at}", "1", 0, USUAL) for at in range(measured)))
+
+
+def test_a_host_that_computes_wrong_is_refused_before_the_first_round() -> None:
+    state = run(starting("refuse"), Measured("h3", "1", 0, WRONG))
+    assert state.parked["h3"].reason == "START_CHECK: compute: a matrix product is wrong"
+    assert members(run(arrive(state, "h0", "h1", "h2", "h3"), Tick(), now_s=30.0)) == ["h0", "h1", "h2"]
+    logged = run(starting("log"), Measured("h3", "1", 0, WRONG))
+    assert not logged.parked
+    assert logged.orders[-1].text == "keep h3, see start_check: START_CHECK: compute: a matrix product is wrong"
+    assert not run(starting("off"), Measured("h3", "1", 0, WRONG)).orders
+    needed = run(starting("refuse", low=4), Measured("h3", "1", 0, WRONG))
+    assert (needed.parked, needed.orders[-1].text.startswith("keep h3, it is needed: ")) == ({}, True)
+
+
+def test_a_slow_host_is_refused_only_if_it_is_confirmed_beside_several_others() -> None:
+    assert not run(starting("refuse"), Measured("h3", "1", 0, SLOW)).orders
+    state = run(starting("refuse"), Measured("h3", "1", 0, SLOW), Measured("h3", "1", 0, SLOW, confirmed=True))
+    assert state.parked["h3"].reason == "START_CHECK: memory: 2 GB/s, and the median of 3 others is 20 GB/s"
+    assert "h3" not in state.scores
+    few = run(starting("refuse", measured=1), Measured("h3", "1", 0, SLOW, confirmed=True))
+    assert not few.orders
+    busy = SLOW._replace(busy=0.9)
+    assert not run(starting("refuse"), Measured("h3", "1", 0, busy, confirmed=True)).orders
+
+
+def test_the_first_round_waits_for_the_measurements_only_if_asked_to_and_not_for_long() -> None:
+    assert arrive(starting("log", measured=0), "h0", "h1", "h2", "h3").phase is JobPhase.OPENING
+    state = arrive(starting("refuse"), "h0", "h1", "h2", "h3")
+    assert state.phase is JobPhase.GATHERING
+    assert run(state, Measured("h3", "1", 0, USUAL)).phase is JobPhase.OPENING
+    assert run(state, Tick(), now_s=4.9).phase is JobPhase.GATHERING
+    assert run(state, Tick(), now_s=5.0).phase is JobPhase.OPENING
+
+
+def test_a_host_that_fails_after_the_first_round_has_begun_is_refused_before_a_first_step() -> None:
+    state = connect(run(arrive(starting("refuse"), "h0", "h1", "h2", "h3"), Tick(), now_s=5.0), now_s=5.0)
+    assert state.round is not None
+    ended = run(state, Measured("h3", "1", 0, WRONG), now_s=6.0)
+    assert (ended.phase, ended.reason) == (JobPhase.GATHERING, "h3 is parked: START_CHECK: compute: a matrix product is wrong")
+    trains = run(state, Reached(state.round.epoch, 1), Measured("h3", "1", 0, WRONG), now_s=6.0)
+    assert (trains.phase, trains.parked) == (JobPhase.RUNNING, {})
+    assert trains.orders[-1].text.startswith("keep h3, it works already: START_CHECK: ")
+
+
 def test_who_is_checked() -> None:
     assert not job().suspects  # at the start of the job
     assert not back(job(self_check=False)).suspects
@@ -227,7 +288,8 @@ def test_a_measurement_that_is_not_good_enough_is_repeated_and_the_best_counts(m
     def checked(attempt: int, *outputs: str) -> Score:
         done: list[Measured] = []
         given[:] = outputs
-        SelfCheck(KEY, lambda: ["127.0.0.1:1"], lambda: back(job()), done.append)._run("h2", "1", attempt)
+        state = back(job(start_check="off"))
+        SelfCheck(KEY, lambda: ["127.0.0.1:1"], lambda: state, done.append)._run("h2", "1", attempt)
         return done[0].score
 
     monkeypatch.setattr(self_check, "run_isolated", runs)
@@ -236,6 +298,27 @@ def test_a_measurement_that_is_not_good_enough_is_repeated_and_the_best_counts(m
     assert (checked(1, *said[:2], said[0], said[3])[:3], given) == ((40.0, 0.0, 20.0), said[3:])
     assert (checked(1, said[0], said[3]).wrong, given) == ("memory: a pattern has changed", [])
     assert (checked(0, *said)[:3], given) == ((30.0, 0.0, 20.0), said[1:])  # the first one of a process parks no host
+
+
+def test_a_first_measurement_is_repeated_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check, "REPEAT_S", 0.0)
+    given: list[str] = []
+
+    def checked(*outputs: str) -> list[Measured]:
+        done: list[Measured] = []
+        given[:] = outputs
+        SelfCheck(KEY, lambda: ["127.0.0.1:1"], job, done.append)._run("h2", "1", 0)
+        return done
+
+    monkeypatch.setattr(self_check, "run_isolated", lambda *_, **__: subprocess.Popen(["echo", given.pop(0)], stdout=-1))
+    monkeypatch.setattr(SelfCheck, "_speed", lambda *_: (1.0, ""))
+    slow, sound = '[30, 0, 20, "", 0]', '[90, 0, 20, "", 0]'
+    assert ([each.confirmed for each in checked(sound, slow)], given) == ([False], [slow])
+    assert ([each.confirmed for each in checked(slow, sound, slow)], given) == ([False], [slow])
+    first, second = checked(slow, '[40, 0, 8, "", 0]', slow)
+    assert (first.confirmed, second.confirmed, second.check, second.score[:3]) == (False, True, 0, (40.0, 0.0, 20.0))
+    *_, last = checked(slow, '[1, 0, 1, "memory: a pattern has changed", 0]')
+    assert last.score.wrong == "memory: a pattern has changed"
 
 
 def test_gpus_are_compared_with_those_of_the_host_and_only_when_no_workers_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,12 @@ class SteeringOptions:
         choices=("log", "park"),
     )
     self_check: bool = option(True, "a host that returns, or was out for a fault, measures itself before it is admitted")
+    start_check: str = option(
+        "log",
+        "what is done about a host whose measurement of itself at the start of the job shows a fault: nothing, only log it, or "
+        "take it out, if enough hosts are left; with `refuse` the first round waits for the measurements, at most 5 s",
+        choices=("off", "log", "refuse"),
+    )
     check_share: float = option(
         0.5, "share of the median of the other hosts that it must reach in compute, memory and loop-back"
     )

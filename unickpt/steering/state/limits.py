@@ -26,6 +26,7 @@ class Limits:
         out_s, longest_out_s: time that a host stays out for a fault, which doubles each time, and its limit.
         retries: rounds in a row without progress after which workers that fail end the job; None: no limit.
         self_check: whether a host measures itself before it is admitted after a fault.
+        start_check: what is done about a host whose first measurement shows a fault: ``off``, ``log`` or ``refuse``.
         check_share: share of the median of other hosts that it must reach.
         order: names of hosts in the order of their ranks. Hosts that are not in it are spares, and fill gaps.
     """
@@ -45,6 +46,7 @@ class Limits:
     out_s: float = 300.0
     longest_out_s: float = 86_400.0
     self_check: bool = True
+    start_check: str = "log"
     check_share: float = 0.5
     order: tuple[str, ...] = ()
 

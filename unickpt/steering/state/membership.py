@@ -277,12 +277,16 @@ class WorkerFailed:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A host has measured itself. ``check`` is the number of the self-check, 0 for the first measurement of a process."""
+    """A host has measured itself. ``check`` is the number of the self-check, 0 for the first measurement of a process.
+
+    ``confirmed``: beside the others, the first one is not good enough, and repeats were not, either.
+    """
 
     name: str
     incarnation: str
     check: int
     score: Score
+    confirmed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ from unickpt.steering.state.quorum import quorum
 from unickpt.steering.state.scores import described, failure
 
 FOUNDING_S = 1.0  # before the first round of several hosts, a leader of the same job that has moved can object to a new one
+START_CHECK_S, SEVERAL = 5.0, 2  # that a first round waits for measurements, if asked to; hosts that make a median
 CHECK_S = 10.0  # that a round waits for the self-check of a host of the last one, rather than grow soon
 ORDERS = 16  # that the state remembers
 STILLBORN, FAULTS = 3, 16  # rounds in a row with one fault before a first step that end the job; faults that are remembered
@@ -279,8 +280,7 @@ def _measured(state: Membership, event: Measured, now_s: float) -> Membership:
     if event.check != suspected:
         return state
     if not suspected:
-        known = bool(score.wrong) or name in state.scores
-        return state if known else replace(state, scores={**state.scores, name: score})
+        return _started(state, event, now_s)
     others = [each for other, each in state.scores.items() if other != name]
     why = failure(score, others, state.limits.check_share)
     state = replace(state, suspects=_without(state.suspects, [name]))
@@ -295,6 +295,29 @@ def _measured(state: Membership, event: Measured, now_s: float) -> Membership:
     measured = described(score) or "nothing could be measured"
     state = _ordered(state, Ordered(f"self-check {suspected}", f"admit {name}, which {result}: {measured}"))
     return state if why else replace(state, scores={**state.scores, name: score})
+
+
+def _started(state: Membership, event: Measured, now_s: float) -> Membership:
+    """Compare the first measurement of a host. Its speed counts only if it is confirmed, and beside several others."""
+    name, score, limits = event.name, event.score, state.limits
+    others = [each for other, each in state.scores.items() if other != name]
+    slow = failure(score, others, limits.check_share) if event.confirmed and len(others) >= SEVERAL else ""
+    why, identifier = score.wrong or slow, f"start-check {name} {event.incarnation}"
+    if not why:
+        known = name in state.scores and not event.confirmed
+        return state if known else replace(state, scores={**state.scores, name: score})
+    if limits.start_check == "off" or any(order.identifier == identifier for order in state.orders):
+        return state
+    left = sum(each != name and each not in state.parked and each not in state.suspects for each in state.hosts)
+    works = state.phase is JobPhase.RUNNING and rank_in_round(state, name, event.incarnation) >= 0
+    late = works and (state.reached > 0 or state.commits > 0)  # a fault of a host that trains has verdicts
+    state, text = replace(state, scores=_without(state.scores, [name])), f"START_CHECK: {why}"
+    if limits.start_check == "refuse" and limits.size(left) and not late:
+        for_s = limits.out_for_s(state.evictions.get(name, 0))
+        state = _ordered(state, Ordered(identifier, f"park {name} for {for_s:.0f} s: {text}"))
+        return _parked(state, Park(name, text, for_s), now_s)
+    stays = "it works already" if late else "it is needed" if limits.start_check == "refuse" else "see start_check"
+    return _ordered(state, Ordered(identifier, f"keep {name}, {stays}: {text}"))
 
 
 def _leaving(state: Membership, event: Leaving, now_s: float) -> Membership:
@@ -405,6 +428,10 @@ def _formed(state: Membership, now_s: float) -> Membership:
         if since_s != state.enough_s:
             state = replace(state, enough_s=since_s)
         if since_s is None or (len(arrived) < limits.max_nodes and now_s - since_s < limits.join_s):
+            return state
+        unknown = any(host.name not in state.scores for host in arrived)
+        refuses = limits.self_check and limits.start_check == "refuse" and limits.max_nodes > 1
+        if refuses and unknown and now_s - since_s < START_CHECK_S:
             return state
         if limits.max_nodes > 1 and now_s - state.gathering_s < min(FOUNDING_S, limits.join_s):
             return state
