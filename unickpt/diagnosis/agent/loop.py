@@ -53,6 +53,7 @@ from unickpt.diagnosis.snapshot.stacks import can_answer, stacks_of, with_early_
 from unickpt.diagnosis.snapshot.tcp_windows import TcpSampler
 
 EVERY_S = 1.0
+_CALM_LOOKS = 2  # intervals after a look at a calm job
 PREFIX = "unickpt: "  # of lines for a person
 RECORDS, FEWEST = 16_384, 256  # newest records of every rank that are read: most, fewest
 _WITHOUT_STEPS = 2048  # fewest, while the length of a step is unknown
@@ -108,7 +109,8 @@ def watch(
         tell: writes a line to the log.
         collector: snapshots of the other hosts, if this is the job's first agent.
         address: returns the address of the first agent, '' if unknown, if this is another agent.
-        every_s: seconds between two looks.
+        every_s: seconds between two looks. After a look at a calm job the next one comes after twice as long: every rank of
+            this host has made calls since the look before, and nothing was found.
         gives_way: whether to end when another such agent starts. A job that restarts in the same folder has its own agent.
     """
     agent, rings = Agent(folder, tell, collector, address, hardware=HardwareSampler()), RingLooks(folder)
@@ -141,7 +143,7 @@ def watch(
             awaited = collector is not None and any(_lives(snapshot) for snapshot, age in collector.others() if age < _SILENT_S)
             if last and (not awaited or time.monotonic() - ended > _LINGER_S):
                 return
-        rings.exits.sleep(every_s)
+        rings.exits.sleep(every_s * (_CALM_LOOKS if rings.moved and agent.calm else 1))
 
 
 class RingLooks:
@@ -149,10 +151,11 @@ class RingLooks:
 
     Attributes:
         exits: ends of the processes of the ranks.
+        moved: whether every rank has made a call between the last look and the one before.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._looks = folder, 0
+        self._folder, self._looks, self.moved = folder, 0, False
         self._before: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
         self._steps: deque[int] = deque(maxlen=_ALL_LOOKS)  # of each look: records of the longest step that was seen whole
@@ -176,6 +179,7 @@ class RingLooks:
         )
         self._before = self._numbers
         self._numbers = {rank: int(ring.records["begun"].max(initial=0)) for rank, ring in job.ranks.items()}
+        self.moved = all(number > self._before.get(rank, number) for rank, number in self._numbers.items())
         return job
 
 
@@ -247,6 +251,9 @@ class Agent:
         store: file with the times of layers in earlier jobs; default: that of the user.
         host: name of this host in a job whose hosts ``unickpt hosts`` takes out; '' in other jobs.
         hardware: reads what the hardware of this host tells; None: nothing does.
+
+    Attributes:
+        calm: whether the last look has found nothing, not even what has not lasted long enough to be told.
     """
 
     def __init__(
@@ -270,6 +277,7 @@ class Agent:
         self._traffic, self._sockets, self._tables = Traffic(), Sockets(), RankTables()
         self._prior = LayerPrior(folder, store or default_store())
         self._hardware, self._kept = hardware, HostHardware()
+        self.calm = False
         self._dead: set[int] = set()  # ranks of this host at the last look
         self._told_of_start: set[str] = set()
         self._starting: tuple[float, dict[int, tuple[Frame, ...]]] = -_STACK_S, {}  # when stacks were asked for, by process
@@ -285,6 +293,7 @@ class Agent:
         Returns:
             What the job's first agent has found; None from another agent.
         """
+        self.calm = False
         self._note_exits(exits or {})
         own = take_snapshot(job, {rank: text for rank, (text, _) in self._stacks.items()}, exits, tables=self._tables)
         pids = {rank: one.pid for rank, one in own.ranks.items() if one.state is not State.DEAD}
@@ -301,6 +310,7 @@ class Agent:
         own = _named(self._with_hardware(own), self._host)
         if self._collector is None:
             said = self._sent(own)
+            self.calm = said is not None and not said.ask and not said.notices
             if said is not None:
                 self._ask(said.ask, own)
                 for notice in said.notices:
@@ -320,6 +330,7 @@ class Agent:
         if self._ask(server.answer(found, render_all(found.verdicts, snapshot), own).ask, own):
             snapshot = self._with_stacks(snapshot)
             found = dataclasses.replace(found, verdicts=[with_places(verdict, snapshot) for verdict in found.verdicts])
+        self.calm = not found.verdicts and len(snapshot.steps) > 0
         newest = int(snapshot.steps["number"].max(initial=0))
         lasting = [verdict for verdict in found.verdicts if self._lasts(verdict, newest)]
         for verdict in lasting:

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from tests.unit.diagnosis.agent.made import hung, ring
-from unickpt.diagnosis.agent.loop import RingLooks
+from tests.unit.diagnosis.agent.made import S, call, hung, ring
+from tests.unit.diagnosis.reports.jobs import job_of_four
+from unickpt.diagnosis.agent.loop import Agent, RingLooks
+from unickpt.diagnosis.agent.server import Collector
 from unickpt.diagnosis.host import stack_dumps
 from unickpt.diagnosis.host.process_state import State
-from unickpt.diagnosis.recording.records import Op
+from unickpt.diagnosis.recording.records import Op, Phase
 from unickpt.diagnosis.recording.ring import SUFFIX, Identity, RingReader, RingWriter
 from unickpt.diagnosis.recording.ring_folder import read_folder, remove_old
 
@@ -116,6 +118,45 @@ def test_looks_read_two_steps_and_search_for_steps_that_have_become_longer(tmp_p
     longer = [read(1, 2999) for _ in range(30)]
     assert longer[10:] == [2 * (3000 + 3000)] * 20
     looks.exits.close()
+
+
+def test_a_job_has_moved_if_every_rank_has_made_a_call(tmp_path: Path) -> None:
+    rings = [RingWriter(tmp_path / f"{rank}{SUFFIX}", Identity.here(rank, 2, "job"), capacity=100) for rank in range(2)]
+    looks, newest = RingLooks(tmp_path), [0, 0]
+
+    def moved(*ranks: int) -> bool:
+        for rank in ranks:
+            newest[rank] += 1
+            _write(rings[rank], range(newest[rank], newest[rank] + 1))
+        looks.read()
+        return looks.moved
+
+    assert [moved(0, 1), moved(0, 1), moved(0), moved(), moved(0, 1)] == [False, True, False, False, True]
+    looks.exits.close()
+
+
+def test_a_look_is_calm_if_it_finds_nothing_in_a_job_that_makes_steps(tmp_path: Path) -> None:
+    made = {name: tmp_path / name for name in ("sound", "hung", "begun")}
+    for folder in made.values():
+        folder.mkdir()
+    job_of_four(made["sound"])
+    ring(made["begun"], 0, 1)
+    now = time.monotonic_ns()
+    for rank in range(2):  # eight steps of a second, and then rank 1 does not come
+        waits = ring(made["hung"], rank, 2)
+        for step in range(8):
+            begin = now + (step - 48) * S
+            call(waits, 2 * step + 1, begin, begin + S // 10, seq=step + 1, step=step)
+            call(waits, 2 * step + 2, begin, begin + S, seq=step + 1, step=step, op=Op.STEP)
+        if rank == 0:
+            call(waits, 17, now - 40 * S, 0, seq=9, step=8)
+        waits.state(heartbeat_ns=now, step=8, newest=17 - rank, phase=int(Phase.BACKWARD))
+    calm = {}
+    for name, folder in made.items():
+        agent = Agent(folder, print, Collector())
+        agent.look(read_folder(folder))
+        calm[name] = agent.calm
+    assert calm == {"sound": True, "hung": False, "begun": False}
 
 
 def test_an_agent_ends_for_a_newer_one(tmp_path: Path) -> None:
