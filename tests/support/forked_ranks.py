@@ -28,8 +28,6 @@ import uuid
 
 import torch.distributed as dist
 
-from tests.support.after_fork import renew_threads
-
 _GRACE_S = 30.0
 
 
@@ -79,7 +77,6 @@ def _run_rank(rank: int, module: str, arguments: list[str]) -> None:
     status = 1
     try:
         os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        renew_threads()
         random.seed()  # a process that starts by itself has a seed of its own
         sys.argv = [module, *arguments]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
