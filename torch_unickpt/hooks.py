@@ -100,6 +100,18 @@ def _timed(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) 
     return wrapped(*args, **kwargs)
 
 
+def _timed_reducer(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    """The same for DDP, whose reducer is recorded from the making of a module on: this one, if timing begins here."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        from unickpt.diagnosis import session
+
+        session.reduces()
+        return wrapped(*args, **kwargs)
+
+    return _timed(made, instance, args, kwargs)
+
+
 def _save_of_verl(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
     if not switch().saves:
         return wrapped(*args, **kwargs)
@@ -156,7 +168,7 @@ HF_READ_DATA = declared(
     why="a reader of a program's own may hand its calls to torch's reader", parameters=("plan", "planner"),
 )  # fmt: skip
 DDP = declared(
-    "torch.timing.ddp", "torch.nn.parallel.distributed", "DistributedDataParallel.__init__", _timed,
+    "torch.timing.ddp", "torch.nn.parallel.distributed", "DistributedDataParallel.__init__", _timed_reducer,
     why="no callback when a model is wrapped, before its first collectives",
 )  # fmt: skip
 FSDP = declared(

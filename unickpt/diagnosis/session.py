@@ -96,8 +96,8 @@ class Session:
         self._recorder = CallRecorder(ring, self._describe, events)
         self.phases = PhaseHooks(self._recorder)
         self.watched: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-        self._hooks = ProcessGroupHooks(self._recorder)
-        self._hooks.install()
+        self.hooks = ProcessGroupHooks(self._recorder)
+        self.hooks.install()
         self.phases.install()
         self._stacks = stack_dumps.listen(stack_dumps.path_of(self.folder, rank))
         if self._stacks is not None:
@@ -156,7 +156,7 @@ class Session:
             for handle in handles:
                 handle.remove()
         self.phases.uninstall()
-        self._hooks.uninstall()
+        self.hooks.uninstall()
 
 
 class ProcessTiming:
@@ -243,6 +243,11 @@ class ProcessTiming:
         finally:
             phases.phase(Phase(before))
 
+    def reduces(self) -> None:
+        """Record the calls of a ``DistributedDataParallel`` whose ``__init__`` has begun. Later ones are seen by themselves."""
+        if self._session is not None:
+            self._session.hooks.reduces()
+
     def evaluates(self) -> None:
         """Record that this rank evaluates until it trains again."""
         if self._session is not None:
@@ -270,7 +275,7 @@ class ProcessTiming:
 _process = ProcessTiming()  # the hooks of torch and of the frameworks exist once per process, and so does their owner
 start, stop, stepped, in_phase, folder = _process.start, _process.stop, _process.stepped, _process.in_phase, _process.folder
 checkpoint_io, memory_status, time_layers = _process.checkpoint_io, _process.memory_status, _process.time_layers
-watch_evaluation, evaluates = _process.watch_evaluation, _process.evaluates
+watch_evaluation, evaluates, reduces = _process.watch_evaluation, _process.evaluates, _process.reduces
 
 
 def _folder(given: Path | None, named: Path | None, job: str) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,3 +58,31 @@ def test_steps_count_once_and_those_with_an_evaluation_or_a_file_are_not_judged(
     (made,) = records[(records["op"] == Op.NEW_GROUP)]
     assert made["end_ns"] > 0
     assert made["flags"] & int(Flag.FAILED)
+
+
+UNCHANGED = """
+import sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+from unickpt.diagnosis import session
+print(session.folder())
+"""
+
+
+def test_the_reducer_of_the_model_that_begins_the_timing_is_recorded(tmp_path: Path) -> None:
+    """Under ``unickpt watch`` a program has no call of its own: timing begins while its model is made."""
+    variables = environment(REPO, UNICKPT_TIMING="1", UNICKPT_AUTOLOAD="1", MASTER_PORT=str(os.getpid()))
+    command = [sys.executable, "-c", UNCHANGED, str(tmp_path)]
+    done = subprocess.run(command, env=variables, check=True, timeout=120, capture_output=True, text=True)
+    folder = Path(done.stdout.split()[-1])
+    try:
+        records = read_folder(folder).ranks[0].records
+        reduced = records[(records["op"] == Op.ALL_REDUCE) & (records["flags"] & int(Flag.FROM_NATIVE) > 0)]
+        assert reduced["step"].tolist() == [0, 1, 2]
+    finally:
+        shutil.rmtree(folder)

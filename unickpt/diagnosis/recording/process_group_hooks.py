@@ -89,6 +89,11 @@ class ProcessGroupHooks:
         wait_tensor = self._native.waiting(_functional_collectives.wait_tensor)
         self._replace(_functional_collectives, "wait_tensor", wait_tensor)
 
+    def reduces(self) -> None:
+        """Record the calls of the reducer of a ``DistributedDataParallel`` that is being made. Further calls have no effect."""
+        if self.recorder is not None:
+            self._native.watch_reducer()
+
     def uninstall(self) -> None:
         """Restore torch's own methods."""
         if self.recorder is not None:  # for methods that a caller has kept
@@ -212,8 +217,7 @@ class ProcessGroupHooks:
         hooks = self
 
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            if hooks.recorder is not None:
-                hooks._native.watch_reducer()
+            hooks.reduces()
             original(self, *args, **kwargs)
 
         return init
