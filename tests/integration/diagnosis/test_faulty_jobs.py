@@ -321,7 +321,7 @@ def rows(*entries: tuple[Any, ...]) -> Any:
         pair = where if isinstance(where, tuple) else (-1, -1)
         op = Op.ALL_REDUCE if pair == (-1, -1) else Op.SEND if pair[0] == rank else Op.RECEIVE
         comm = where if pair == (-1, -1) else 9
-        out.append((rank, comm, *pair, entered, entered - (blocked > 0), blocked, 100 + rank, int(op), 2, 5, 8))
+        out.append((rank, comm, *pair, entered, entered - (blocked > 0), blocked, 100 + rank, int(op), 2, 5, 8, 0))
     return np.array(out, PROGRESS)
 
 

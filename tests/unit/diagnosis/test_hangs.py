@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from unickpt.diagnosis.detectors.device_waits import infer_device_waits
 from unickpt.diagnosis.detectors.hangs import FOLLOWED, hangs
 from unickpt.diagnosis.detectors.mismatches import mismatches
 from unickpt.diagnosis.detectors.observations import CallVariant, CircularWait
@@ -32,7 +33,7 @@ def rows(
         comm = where if pair == (-1, -1) else PIPELINE
         moment, shape = (since or {}).get(rank, 100), (shapes or {}).get(rank, 5)
         count = shape if elements is None else elements
-        out.append((rank, comm, *pair, entered, entered - (blocked > 0), blocked, moment, int(op), 2, shape, count))
+        out.append((rank, comm, *pair, entered, entered - (blocked > 0), blocked, moment, int(op), 2, shape, count, 0))
     return np.array(out, PROGRESS)
 
 
@@ -117,3 +118,15 @@ def test_thousands_of_blocked_ranks_are_reported() -> None:
     assert [verdict.ranks[0] for verdict in verdicts] == list(range(0, world, 2))
     assert len(verdicts) > FOLLOWED
     assert {verdict.victims for verdict in verdicts} == {world // 2}
+
+
+@pytest.mark.parametrize(("native", "later", "waits"), [(1, False, [5, 5, 0]), (0, False, [0, 0, 0]), (1, True, [5, 0, 0])])
+def test_a_rank_waits_in_the_newest_call_of_the_reducer_that_a_member_has_not_entered(
+    native: int, later: bool, waits: list[int]
+) -> None:
+    """The reducer of DDP waits in C++, so no wait is recorded; a rank that makes another call since does not wait."""
+    known = rows((0, 0, 5, 0), (1, 0, 5, 0), (2, 0, 4, 0), (1, 1, 3, 0), since={0: 100, 1: 100, 2: 90})
+    known["ended"][:3], known["native"] = 4, native
+    known["call_ns"][3] = 200 if later else 50
+    made = infer_device_waits(known, (), {0: np.arange(3), 1: np.arange(3)}, all_stand=False)
+    assert [int(made["blocked"][(made["rank"] == rank) & (made["comm"] == 0)][0]) for rank in range(3)] == waits

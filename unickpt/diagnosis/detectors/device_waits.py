@@ -1,10 +1,12 @@
-"""Infer waits in calls that end on a device (NCCL), where torch's flight recorder gives no counts
-(``unickpt/diagnosis/recording/flight_recorder.py``).
+"""Infer waits that are not recorded: in calls that end on a device (NCCL), where torch's flight recorder gives no counts
+(``unickpt/diagnosis/recording/flight_recorder.py``), and in calls of torch's own C++, such as those of the reducer of
+``DistributedDataParallel``.
 
-The host continues as soon as such a call is in its stream, and blocks later, when it reads a value from the device. The
-records show only that a rank makes no further call. The rank is taken to wait in its newest call if a member has not entered
-that call. A call that all members have entered has probably ended, unless they entered it with different operations, element
-types or shapes: then it may end on some members only.
+The host continues as soon as a call of the first kind is in its stream, and blocks later, when it reads a value from the
+device. The reducer makes its calls during the backward pass and waits for the last one in C++. The records show only that a
+rank makes no further call. The rank is taken to wait in its newest call if a member has not entered that call. A call that all
+members have entered has probably ended, unless they entered it with different operations, element types or shapes: then it may
+end on some members only.
 
 If no rank waits in this sense and all ranks have been idle for long, a call before the newest one that members entered in
 different ways holds them, since the device works in order. Without such a call the network is at fault.
@@ -31,12 +33,13 @@ def infer_device_waits(rows: ProgressTable, on_device: Collection[int], members:
         members: members of every communicator.
         all_stand: whether no rank has made a call for long. Then a wait is inferred also if all ranks have made all calls.
     """
-    if not len(rows) or not on_device:
+    if not len(rows) or not (on_device or rows["native"].any()):
         return rows
     rows = rows[np.lexsort((rows["call_ns"], rows["rank"]))]
     newest = np.append(rows["rank"][1:] != rows["rank"][:-1], True)
     elsewhere = np.isin(rows["rank"], rows["rank"][rows["blocked"] > 0])
-    under_way = ~elsewhere & np.isin(rows["comm"], list(on_device)) & (rows["ended"] < rows["entered"])
+    unrecorded = np.isin(rows["comm"], list(on_device)) | (rows["native"] > 0)
+    under_way = ~elsewhere & unrecorded & (rows["ended"] < rows["entered"])
     asked = newest & under_way
     lacks = np.where(rows["source"] < 0, _lacks_members(rows, members), _lacks_the_other(rows, asked))
     differs = _differs(rows)

@@ -33,7 +33,7 @@ from unickpt.diagnosis.snapshot.snapshot import (
 from unickpt.diagnosis.snapshot.steps import STEP
 from unickpt.diagnosis.snapshot.tcp_windows import WINDOW
 
-VERSION = 12
+VERSION = 13
 _LONGEST = 4096  # characters of a text
 _LATEST_NS = 1 << 62
 _LONGEST_S = 1e9

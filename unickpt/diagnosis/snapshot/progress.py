@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unickpt.base.arrays import Ints, row_numbers
-from unickpt.diagnosis.recording.records import Op, Records, ends_of
+from unickpt.diagnosis.recording.records import Flag, Op, Records, ends_of
 from unickpt.diagnosis.snapshot.columns import AT, Columns, columns_of, largest
 
 # One row per communicator and rank; for point-to-point calls one per pair of ranks and direction.
@@ -30,6 +30,7 @@ PROGRESS = np.dtype(
         ("dtype", "u1"),
         ("shape", "u4"),
         ("elements", "u8"),  # that the rank sends
+        ("native", "u1"),  # whether torch's own C++ has made the call, whose waits are not recorded
     ]
 )
 ProgressTable = npt.NDArray[Any]  # of dtype ``PROGRESS``
@@ -84,6 +85,7 @@ def progress_of_ranks(calls: Columns, comms: npt.NDArray[np.int32], offsets_ns: 
     out["call_ns"] = of_entries["call_ns"] + offsets_ns[at[entries]]
     for name, column in (("op", "op"), ("dtype", "dtype"), ("shape", "shape"), ("elements", "elements_in")):
         out[name] = of_entries[column]
+    out["native"] = (of_entries["flags"] & int(Flag.FROM_NATIVE)) > 0
     return out
 
 
