@@ -14,7 +14,7 @@ from tests.unit.diagnosis.agent.made import S, call, hung, made_up, ring
 from unickpt.diagnosis.detectors.call_order import CallOrder
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.hints import CollectTogether, LooksAtNetwork, LooksAtProcess, Matter, OffTrack
-from unickpt.diagnosis.detectors.observations import CallRef
+from unickpt.diagnosis.detectors.observations import CallRef, CircularWait
 from unickpt.diagnosis.detectors.places import with_places
 from unickpt.diagnosis.detectors.verdicts import Cause, Reach, Syndrome, Verdict
 from unickpt.diagnosis.host.process_exits import ExitStatus
@@ -151,3 +151,27 @@ def test_the_hint_of_a_rank_that_left_out_a_call_has_the_counts(tmp_path: Path) 
     assert (verdict.syndrome, verdict.ranks) == (Syndrome.MISMATCH, (2,))
     assert isinstance(verdict.next, OffTrack)
     assert (verdict.next.left_out, verdict.next.made, verdict.next.of) == (1, 6, 7)
+
+
+def test_a_call_that_its_group_has_not_made_before_is_one_too_many() -> None:
+    """The others have then made one more of theirs, which does not mean that this rank has left one out."""
+    order = CallOrder(made_up([(rank, seq, 10 * seq, 10 * seq + 4) for seq in range(1, 8) for rank in (0, 1)]).calls)
+    assert order.is_new(0, Op.BARRIER, 8)
+    assert not order.is_new(0, Op.ALL_REDUCE, 8)
+    assert order.is_new(0, Op.ALL_REDUCE, 1)
+    assert order.is_new(1, Op.ALL_REDUCE, 8)
+    usual = CallRef(Op.ALL_REDUCE, 8, GROUP)
+    hint = OffTrack((0,), CallRef(Op.BARRIER, 8, GROUP), (1, 2, 3), usual, 1, True, 41, 42, 7, alone=True)
+    said = next_text(Verdict(Syndrome.MISMATCH, (0,), 1, next=hint))
+    assert said.endswith(
+        "rank 0 makes a call that this group has not made before: let every rank of the group make it, or none"
+    )
+
+
+def test_two_sends_that_meet_are_said_once_each() -> None:
+    sends = [CallRef(Op.SEND, 1, GROUP, pair) for pair in ((0, 1), (1, 0))]
+    waits = (CircularWait(sends[0], (0,), (1,), sends[1]), CircularWait(sends[1], (1,), (0,), sends[0]))
+    said = render(Verdict(Syndrome.DEADLOCK, (0, 1), 1, evidence=waits), made_up([])).sentence
+    assert said.count("send #1") == 2
+    assert "rank waits" not in said
+    assert "ranks wait" not in said.replace("ranks wait for each other", "")

@@ -49,6 +49,11 @@ class CallOrder:
         usual = usual_after(keys[:at]) if at >= 0 else []
         return bool(usual) and usual[0] == keys[at]
 
+    def is_new(self, comm: int, op: Op, seq: int) -> bool:
+        """Return whether no rank is known to have made a call of this operation in a communicator before call ``seq``."""
+        calls = self._calls
+        return not ((calls["comm"] == comm) & (calls["op"] == op) & (calls["seq"] < seq) & (calls["source"] < 0)).any()
+
     def left_out(self, rank: int, own: tuple[int, int], other_rank: int, other: tuple[int, int]) -> tuple[bool, int]:
         """Compare a rank's call with that of another rank.
 

@@ -25,6 +25,7 @@ class OffTrack:
         made: calls like ``usual`` that the first of ``ranks`` has made since step ``since_step``; 0 if unknown.
         of: such calls of the first of ``others``, with that in which it waits.
         since_step: first step of which all calls of both are known.
+        alone: whether no rank is known to have made a call like ``call`` in that group before.
     """
 
     ranks: tuple[int, ...]
@@ -36,6 +37,7 @@ class OffTrack:
     made: int = 0
     of: int = 0
     since_step: int = 0
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,10 @@ _HELP = {
     "limits of the container",
     FailureKind.UNKNOWN: "look at its error, above this line in the log",
 }
+_ALL_KILLED = (
+    "several ranks were killed at the same time: look at who ended the job (a person, the scheduler, a limit of memory of the "
+    "whole container), and at the verdicts before this one"
+)
 _DO = {
     Remedy.STOP: "a restart meets the same error",
     Remedy.RESTART: "then start the job again; it goes on from its newest checkpoint",
@@ -148,6 +152,8 @@ _DO = {
 def _helps(hint: Helps, verdict: Verdict) -> str:
     at = f" at {verdict.at.file}:{verdict.at.line} ({verdict.at.function})" if verdict.at is not None else ""
     what = _HELP.get(hint.kind, _HELP[FailureKind.UNKNOWN])
+    if hint.kind is FailureKind.KILLED and len(verdict.ranks) > 1:
+        what = _ALL_KILLED
     return f"rank {hint.rank} on {hint.host}{at}: {what}; {_DO[hint.remedy]}"
 
 
@@ -169,7 +175,13 @@ def _network(hint: LooksAtNetwork) -> str:
 def _off_track(hint: OffTrack, verdict: Verdict) -> str:
     here = _calls(hint.ranks, hint.call, verdict)
     there = _calls(hint.others, hint.usual, verdict)
-    if hint.made or hint.left_out == 1:
+    if hint.alone:
+        verb = "makes" if len(hint.ranks) == 1 else "make"
+        why = (
+            f"{counted(hint.ranks)} {verb} a call that this group has not made before: let every rank of the group make it, or "
+            "none"
+        )
+    elif hint.made or hint.left_out == 1:
         fewer = "one" if hint.of - hint.made <= 1 else str(hint.of - hint.made)
         count = f": {hint.made} of {hint.of} since step {hint.since_step}" if hint.of else ""
         why = f"{counted(hint.ranks)} {has_or_have(hint.ranks)} made {fewer} {_name(hint.usual)} fewer{count}"
@@ -225,11 +237,12 @@ def _process(hint: LooksAtProcess, verdict: Verdict) -> str:
         case Matter.LATE:
             return (
                 f"look for what runs at that interval on {hint.host} or on rank {hint.rank} alone: logging, an evaluation, a "
-                "scheduled job; see what the job gains without it"
+                "scheduled job; see what the job would gain"
             )
         case Matter.SLOW:
             out = f"; unickpt hosts park {shlex.quote(hint.host)} takes the host out" if verdict.reach.steered else ""
-            return f"rank {hint.rank} on {hint.host} computes for longer{at}: see what the job gains without it{out}"
+            what = f"rank {hint.rank} on {hint.host} takes longer in code of its own{at}"
+            return f"{what}: look there; see what the job would gain{out}"
 
 
 def _calls(ranks: Sequence[int], call: CallRef, verdict: Verdict) -> str:

@@ -163,9 +163,12 @@ def _found(verdict: Verdict, snapshot: Snapshot) -> str:
     where = ", in a checkpoint" if verdict.cause is Cause.CHECKPOINT else ""
     waiting = f"{verdict.victims} {'rank waits' if verdict.victims == 1 else 'ranks wait'}"
     if verdict.syndrome is Syndrome.NON_COMMUNICATION_HANG:
-        return f"{first}{since}{where}, {waiting} in total; {_process(verdict.ranks[0], snapshot)}"
+        there = [each.waiting for each in verdict.evidence[:1] if isinstance(each, NotEntered)]
+        total = "" if there == [verdict.victims] else f", {waiting} in total"
+        return f"{first}{since}{where}{total}; {_process(verdict.ranks[0], snapshot)}"
     named = f"{verdict.syndrome.value} ({verdict.syndrome.meaning})"
-    return "; ".join([f"{named}: {first}{since}{where}, {waiting}", *facts[1:]])
+    waiting = f", {waiting}" if verdict.victims else ""
+    return "; ".join([f"{named}: {first}{since}{where}{waiting}", *facts[1:]])
 
 
 def _failed(verdict: Verdict) -> str:
@@ -176,7 +179,8 @@ def _failed(verdict: Verdict) -> str:
         all_of_them = "; ".join(filter(None, [f"{counted(first.ranks)}: {_end(first)}", followed]))
         return f"the job has failed, and no rank shows a cause of its own: {all_of_them}"
     where = f" on {', '.join(verdict.hosts[:MOST_NAMED])}" if verdict.hosts else ""
-    cause = f"the job has failed: first {counted(first.ranks)}{where} at {clock_time(first.at_ns)}: {_end(first)}"
+    order = "first " if others else ""
+    cause = f"the job has failed: {order}{counted(first.ranks)}{where} at {clock_time(first.at_ns)}: {_end(first)}"
     return f"{cause}; as a consequence {followed}" if followed else cause
 
 
@@ -213,6 +217,8 @@ def _clause(item: Evidence, verdict: Verdict) -> str:
         case Unfinished(call, waiters):
             return f"all members have entered {call_text(call)}, and it does not end on {counted(waiters)}"
         case CircularWait(call, waiters, awaited, opposite):
+            if any(isinstance(each, CircularWait) and each.call == opposite for each in verdict.evidence):
+                opposite = None  # it is said by itself
             back = f"; the other way round: {call_text(opposite)}" if opposite is not None else ""
             return f"{counted(waiters, 'wait')} in {call_text(call)} for {counted(awaited)}{back}"
         case LongSteps(excess_ns, step_ns, peers, steps, share):
@@ -305,7 +311,7 @@ def _process(rank: int, snapshot: Snapshot) -> str:
         parts.append(f"last ended: {call}, {(snapshot.now_ns - one.last.end_ns) / 1e9:.1f} s ago")
     if one.stack:
         frames = " < ".join(f"{frame.function} ({frame.file}:{frame.line})" for frame in one.stack)
-        parts.append(f"its main thread is in {frames}")
+        parts.append(f"its main thread {'was' if one.state is State.DEAD else 'is'} in {frames}")
     return "; ".join(parts)
 
 
