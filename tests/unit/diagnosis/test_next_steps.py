@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -175,3 +176,19 @@ def test_two_sends_that_meet_are_said_once_each() -> None:
     assert said.count("send #1") == 2
     assert "rank waits" not in said
     assert "ranks wait" not in said.replace("ranks wait for each other", "")
+
+
+def test_a_rank_that_was_killed_in_the_call_of_the_others_has_ended(tmp_path: Path) -> None:
+    """Nobody says of it that it has not entered the call."""
+    hung(tmp_path, culprit=-1)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    now, killed = time.monotonic_ns(), ring(tmp_path, 2, pid=ended.pid)
+    for number in (1, 2):
+        call(killed, number, now - 40 * S, now - 39 * S)
+    call(killed, 3, now - 30 * S, 0)
+    killed.state(heartbeat_ns=now, step=20, newest=3, phase=int(Phase.BACKWARD))
+    job = take_snapshot(read_folder(tmp_path))
+    (verdict,) = examine(job, after_s=5).verdicts
+    assert verdict.ranks == (2,)
+    assert render(verdict, job).sentence.startswith("rank 2 has ended; 3 wait for it in all_reduce #3")

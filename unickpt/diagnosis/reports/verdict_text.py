@@ -152,7 +152,7 @@ def _found(verdict: Verdict, snapshot: Snapshot) -> str:
     if verdict.syndrome is Syndrome.FAILED:
         return _failed(verdict)
     facts = _evidence(verdict)
-    first = facts[0] if facts else verdict.syndrome.value
+    first = _ended_first(verdict, snapshot) or (facts[0] if facts else verdict.syndrome.value)
     if verdict.syndrome is Syndrome.COMMUNICATION_SLOW:
         return f"{verdict.syndrome.value}: {first}, since {clock_time(verdict.since_ns)}"
     since = f" since {clock_time(verdict.since_ns)}"
@@ -169,6 +169,18 @@ def _found(verdict: Verdict, snapshot: Snapshot) -> str:
     named = f"{verdict.syndrome.value} ({verdict.syndrome.meaning})"
     waiting = f", {waiting}" if verdict.victims else ""
     return "; ".join([f"{named}: {first}{since}{where}{waiting}", *facts[1:]])
+
+
+def _ended_first(verdict: Verdict, snapshot: Snapshot) -> str:
+    """Say that a rank has ended, which may have entered the call of the others; '' if it lives."""
+    missing = verdict.evidence[0] if verdict.evidence else None
+    if not isinstance(missing, NotEntered) or missing.rank not in snapshot.ranks:
+        return ""
+    one, wait = snapshot.ranks[missing.rank], "waits" if missing.waiting == 1 else "wait"
+    if one.state is not State.DEAD:
+        return ""
+    how = f" ({exit_text(one.exit)})" if one.exit is not None else ""
+    return f"rank {missing.rank} has ended{how}; {missing.waiting} {wait} for it in {call_text(missing.call)}"
 
 
 def _failed(verdict: Verdict) -> str:
