@@ -68,6 +68,7 @@ def arm() -> None:
             _note_worker()
             if os.environ.get("UNICKPT_TIMING") or os.environ.get("UNICKPT_AGENT"):
                 _install("unickpt.diagnosis.host.early_stacks:listen_early")
+                _install("unickpt.diagnosis.start_watch:begin")
             if os.environ.get("UNICKPT_AGENT"):  # a worker of ``torchrun --rdzv-backend unickpt`` ends with its agent
                 _install("unickpt.base.launcher_watch:end_with_launcher")
                 _install("unickpt.base.first_failure:note_last_exception")

@@ -19,6 +19,8 @@ from unickpt.base.private_files import read_text, replacing
 # environment of the workers: torchrun's own name of the job, and what ``--rdzv-backend unickpt`` adds
 RUN_ID, RINGS, RINGS_JOB = "TORCHELASTIC_RUN_ID", "UNICKPT_RINGS", "UNICKPT_RINGS_JOB"
 ROUND = "UNICKPT_ROUND"  # term of the leader and number of the round, as in 1.3
+STORE = "UNICKPT_STORE"  # address of the agents' store of the round
+HOSTS = "unickpt/start/hosts"  # key in it: names of the hosts, in the order of their ranks
 COMMITS, _LONGEST = "commits", 32
 ENDED, _LONGEST_ENDED = "ended", 1 << 20
 FAILED, _LONGEST_FAILED = "failed", 8192

@@ -100,6 +100,7 @@ class Session:
         self.hooks.install()
         self.phases.install()
         self._stacks = stack_dumps.listen(stack_dumps.path_of(self.folder, rank))
+        EARLY.records = True
         if self._stacks is not None:
             EARLY.end()
         self._fatal = self._stacks is not None and stack_dumps.listen_to_end(self._stacks)

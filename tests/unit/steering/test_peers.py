@@ -15,7 +15,8 @@ from tests.unit.steering.peers import KEY, Job, begin_round, hosts, until
 from unickpt.base.errors import ConfigError
 from unickpt.base.options.steering import SteeringOptions
 from unickpt.steering.agent.peer import Peer
-from unickpt.steering.rendezvous import _reserve, create, limits_of
+from unickpt.steering.handler import _reserve
+from unickpt.steering.rendezvous import create, limits_of
 from unickpt.steering.state.limits import Limits
 from unickpt.steering.state.membership import Arrived, Close, Left, Membership, Park
 from unickpt.steering.wire.codec import SteeringError, dial, event_as_json, key_of

@@ -26,10 +26,12 @@ class EarlyStacks:
 
     Attributes:
         file: open file; None if it does not listen.
+        records: whether this process records, so that its start is over.
     """
 
     def __init__(self) -> None:
         self.file: IO[bytes] | None = None
+        self.records = False
         self._owner = 0
 
     def begin(self) -> None:

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import IO
 
 from unickpt.base.private_files import open_regular, replacing
@@ -118,6 +118,15 @@ def note_exception(file: IO[bytes], trace: TracebackType | None) -> bool:
     with contextlib.suppress(OSError):
         file.write("\n".join([head, *lines, ""]).encode(errors="replace"))
     return True
+
+
+def own_frames(frame: FrameType | None) -> tuple[Frame, ...]:
+    """Return the innermost frames of a stack of this process."""
+    lines = ["Thread main (most recent call first):"]
+    while frame is not None:
+        lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
+        frame = frame.f_back
+    return innermost("\n".join(lines), "main", _library_folders())
 
 
 def ask_all(paths: Mapping[int, Path], *, within_s: float = 1.0) -> dict[int, tuple[Frame, ...]]:

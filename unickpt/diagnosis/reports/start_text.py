@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from unickpt.diagnosis.detectors.places import ranks_at
+from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import place_of
 from unickpt.diagnosis.recording.launched import AbsentRank
 from unickpt.diagnosis.reports.verdict_text import pending
@@ -11,6 +14,7 @@ from unickpt.diagnosis.snapshot.snapshot import Snapshot
 
 TOLD_AFTER_S = 10.0  # that others have waited; the agent looks once a second
 MOST = 3  # ranks with their process
+_SILENT = " has not said where it is for some seconds: it is stopped, or in a call that does not let Python run"
 
 
 def start_notices(snapshot: Snapshot, *, whole: bool = True) -> dict[str, tuple[str, str]]:
@@ -41,6 +45,47 @@ def start_notices(snapshot: Snapshot, *, whole: bool = True) -> dict[str, tuple[
     return found
 
 
+def waiting_text(
+    waits: str,
+    since_ns: int,
+    waiters: Sequence[int],
+    absent: Mapping[int, AbsentRank],
+    elsewhere: Mapping[int, str],
+    unknown: Mapping[int, str],
+    store: str,
+) -> tuple[str, str]:
+    """Return a sentence on ranks that have not come to a call in which others wait before anything is recorded, and what to do.
+
+    Args:
+        waits: the call.
+        since_ns: since when, on the wall clock.
+        waiters: ranks that wait in it.
+        absent: ranks that have not come, as far as they are known.
+        elsewhere: other calls, in which some of them wait.
+        unknown: ranks of which nothing is known, with the name of their host, or ''.
+        store: address of the store of rank 0, if that is not open; ''.
+    """
+    missing = sorted({*absent, *unknown})
+    parts = [f"{counted(waiters, 'wait')} since {clock_time(since_ns)} in {waits} for {counted(missing)}"]
+    if store:
+        parts.append(f"nothing listens at {store}, where rank 0 opens the store of the job")
+    for rank in [each for each in missing if each in absent][:MOST]:
+        one, call = absent[rank], elsewhere.get(rank, "")
+        process = f"process {one.pid} on {one.host}" if one.pid else f"no process of it is seen on {one.host}"
+        state = f" is {one.state.value}" if one.state is not State.UNKNOWN else _SILENT if one.pid else ""
+        at = place_of(one.stack)
+        where = f", at {at.file}:{at.line} ({at.function})" if at else ""
+        parts.append(f"rank {rank} {f'waits in {call}' if call else 'has not come there'}: {process}{state}{where}")
+    for host in sorted(set(unknown.values())):
+        ranks = [rank for rank, name in unknown.items() if name == host]
+        parts.append(f"{host} has told nothing of {counted(ranks)}" if host else f"no host has told of {counted(ranks)}")
+    found = [absent[rank] for rank in missing if rank in absent and rank not in elsewhere] or list(absent.values())
+    hosts = sorted({host for host in unknown.values() if host})
+    if not found and hosts:
+        return "; ".join(parts), f"look at the log of the launcher on {', '.join(hosts[:MOST])}"
+    return "; ".join(parts), _next(found, list(unknown))
+
+
 def _of_absent(rank: int, one: AbsentRank) -> str:
     at = place_of(one.stack)
     process = f"process {one.pid} on {one.host} is {one.state.value}" if one.pid else f"no process of it is seen on {one.host}"
@@ -49,6 +94,10 @@ def _of_absent(rank: int, one: AbsentRank) -> str:
 
 def _next(absent: list[AbsentRank], unknown: list[int]) -> str:
     first = next((one for one in absent if one.pid), None)
+    if first is not None and first.state is State.STOPPED:
+        return f"type on {first.host}: kill -CONT {first.pid}, and look who has stopped it: a debugger, or a scheduler"
+    if first is not None and first.state is State.STUCK:
+        return f"type on {first.host}: cat /proc/{first.pid}/stack, as root; a file system or a device does not answer"
     if first is not None:
         at = place_of(first.stack)
         look = f"look at {at.file}:{at.line}" if at else f"type on {first.host}: py-spy dump --pid {first.pid}"
