@@ -16,6 +16,7 @@ from unickpt.checkpoint.memory.contact import GenerationRow, MemoryJob, age_s, a
 from unickpt.checkpoint.memory.generations import folder_of
 from unickpt.cli.exit_codes import SOUND, UNUSABLE
 from unickpt.cli.output import Output, human_bytes
+from unickpt.cli.parsers.hosts import END
 from unickpt.steering.state.hosts import host_rows, table
 from unickpt.steering.wire import asking
 from unickpt.steering.wire.codec import secret_key
@@ -41,10 +42,12 @@ def contact(args: argparse.Namespace) -> asking.Contact:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Ask the job, and print."""
-    if args.action and not args.host:
+    if args.action == END and args.host:
+        raise ConfigError("unickpt hosts end ends the whole job: leave the host out, or park it")
+    if args.action and args.action != END and not args.host:
         raise ConfigError(f"unickpt hosts {args.action} needs the name of a host")
     if args.action:
-        done, note = asking.order(contact(args), args.action, args.host)
+        done, note = asking.order(contact(args), args.action, args.host or "")
         if args.json:
             out.json({"schema": JSON_SCHEMA, "done": done, "note": note})
         else:

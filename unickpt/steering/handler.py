@@ -54,6 +54,7 @@ from unickpt.steering.state.membership import (
     must_stop,
     rank_in_round,
 )
+from unickpt.steering.state.orders import is_to_end
 from unickpt.steering.wire.codec import join_address, split_address
 from unickpt.steering.wire.round_store import RoundStore, answer
 
@@ -118,7 +119,8 @@ class SteeringHandler(RendezvousHandler):
         self._leave(Left(*self._who, failed="the job was closed"))
 
     def num_nodes_waiting(self) -> int:
-        """Return 1 if the workers must be restarted, else 0. Never raises: without steering, a healthy run goes on."""
+        """Return 1 if the workers must be restarted, else 0. Without steering a healthy run goes on, so no fault is raised."""
+        self._end_if_asked(self._peer.read())  # torchrun's own handler of the signal raises here
         try:
             state = self._peer.read()
             if state is None or not must_stop(state, self._epoch):
@@ -168,6 +170,12 @@ class SteeringHandler(RendezvousHandler):
             name,
         )
         self._peer.say(Leaving(*self._who, name))
+
+    def _end_if_asked(self, state: Membership | None) -> None:
+        """End as by SIGTERM from a scheduler, once, if a person has asked the job to end."""
+        if state is not None and not self._ends and is_to_end(state):
+            self._ends = signal.SIGTERM.name
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _end_as_told(self) -> None:
         """Leave at the end of the process, and end by the signal that torchrun has received.
@@ -226,6 +234,7 @@ class SteeringHandler(RendezvousHandler):
         state = self._peer.read()
         while True:
             now_s = time.monotonic()
+            self._end_if_asked(state)
             if state is not None:
                 self._check_closed(state)
                 self._self_check.follow(state, *self._who)

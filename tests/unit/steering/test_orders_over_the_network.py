@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.steering.made import running
 from tests.unit.steering.peers import KEY, Job, begin_round, hosts, until
 from unickpt.base.options.steering import SteeringOptions
 from unickpt.cli.main import main
@@ -23,6 +24,7 @@ from unickpt.steering.policy.policy import Fault, Finding
 from unickpt.steering.policy.reports import HubReport
 from unickpt.steering.state.limits import Limits
 from unickpt.steering.state.membership import Admit, Close, Park
+from unickpt.steering.state.orders import is_to_end
 from unickpt.steering.wire import asking
 from unickpt.steering.wire.codec import SteeringError, dial, event_as_json, key_of, secret_key
 
@@ -88,6 +90,20 @@ def test_a_person_parks_and_admits_a_host(job: Job, capsys: pytest.CaptureFixtur
     assert "no host 'elsewhere'; the job has a, b" in capsys.readouterr().err
     state: Any = b.read()
     assert set(state.parked) == {"a"}
+
+
+def test_a_person_ends_the_whole_job(job: Job, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, b = two_hosts(job)
+    given = ["--rdzv-endpoint", b.address, "--rdzv-id", "job", "--memory-folder", str(tmp_path)]
+    assert main(["hosts", "end", "b", *given]) == 2
+    assert "leave the host out, or park it" in capsys.readouterr().err
+    assert not is_to_end(running())
+    assert main(["hosts", "end", *given]) == 0
+    said = capsys.readouterr().out
+    assert "end: asked by " in said
+    assert "exit code 143" in said
+    state: Any = until(lambda: (now := b.read()) and is_to_end(now) and now)
+    assert (dict(state.parked), state.closed) == ({}, "")  # each agent ends by itself, when its workers have
 
 
 def test_a_secret_of_a_file_is_needed_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from unickpt.cli.parsers.common import add_memory_folder
 
 EXAMPLE = "unickpt hosts park node-7"
-PARK, ADMIT = "park", "admit"
+PARK, ADMIT, END = "park", "admit", "end"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -16,8 +16,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         nargs="?",
-        choices=(PARK, ADMIT),
-        help="park: the host is out until it is admitted; admit: it may take part again (default: show all hosts)",
+        choices=(PARK, ADMIT, END),
+        help="park: the host is out until it is admitted; admit: it may take part again; end: the whole job ends in order, as "
+        "by SIGTERM to every agent (default: show all hosts)",
     )
     parser.add_argument("host", metavar="HOST", nargs="?", help="name of the host, as in the table")
     parser.add_argument(

@@ -16,6 +16,7 @@ class Action(enum.Enum):
     RESTART = "restart"  # start the workers again on the same hosts
     CHECK = "check"  # measure links, workers go on
     STOP = "stop"  # end the job on all hosts
+    END = "end"  # tell all agents to end, as SIGTERM does: the workers can save together
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class Order:
 def events(order: Order, state: Membership) -> list[Event]:
     """Return the events that execute an order on a job in this state.
 
-    A CHECK changes no membership. A RESTART concerns the round of ``state``, so that an order that arrives late ends no later
-    round.
+    A CHECK changes no membership, and on an END each agent acts by itself. A RESTART concerns the round of ``state``, so that
+    an order that arrives late ends no later round.
     """
     why = ": ".join(filter(None, [order.reason, order.evidence]))
     if order.action is Action.PARK:
@@ -66,16 +67,18 @@ def asked(action: object, host: object, by: object, state: Membership) -> Order:
     """Return the order of a person.
 
     Args:
-        action: ``park`` or ``admit``.
-        host: name of the host.
+        action: ``park``, ``admit`` or ``end``.
+        host: name of the host; '' for ``end``.
         by: name of the person.
         state: state of the job.
 
     Raises:
         ValueError: there is no such order or host.
     """
+    if action == Action.END.value and host == "" and isinstance(by, str):
+        return Order(Action.END, (), f"asked by {by[:128]}")
     if action not in (Action.PARK.value, Action.ADMIT.value) or not isinstance(host, str) or not isinstance(by, str):
-        raise ValueError("an order is park or admit, with a host")
+        raise ValueError("an order is park or admit, with a host, or end without one")
     known = {*state.hosts, *state.parked, *state.losses}
     if host not in known:
         raise ValueError(f"no host {host[:64]!r}; the job has {', '.join(sorted(known, key=natural))}")
@@ -84,8 +87,15 @@ def asked(action: object, host: object, by: object, state: Membership) -> Order:
     return Order(Action(action), (host,), f"asked by {by[:128]}")
 
 
+def is_to_end(state: Membership) -> bool:
+    """Return whether a person has asked the whole job to end."""
+    return any(order.action == Action.END.value for order in state.orders)
+
+
 def consequence(state: Membership) -> str:
     """Return what a person must know about the hosts that are left; '' for nothing."""
+    if is_to_end(state):
+        return "the workers of all hosts get SIGTERM now, and have 30 s to save; the agents then end with exit code 143"
     left = sum(name not in state.parked for name in state.hosts)
     if state.limits.size(left):
         return ""
