@@ -14,45 +14,27 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import signal
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from evidence.diagnosis.fault_rows import Row, Told, orders_in, table, told_in
 from evidence.document import put, section
 from tests.jobs.steering.agents import Agents, host_of
 from tests.support.hardware_trees import FAULTS, LOOK_ALIKES, Case, HardwareTree
-from unickpt.base.errors import FormatError
+from unickpt.diagnosis.detectors.verdicts import Syndrome
 from unickpt.diagnosis.hardware.sources import VARIABLE
-from unickpt.diagnosis.reports.verdict_line import VerdictLine, parse_line
 
 WORKER = str(Path(__file__).with_name("hardware_worker.py"))
 CONF = "hang_seconds=40,still_seconds=3,loop_seconds=60,dead_seconds=20,stopped_seconds=20,slow=evict,slow_seconds=60"
 LIMIT_S, QUIET_S = 100.0, 12.0  # for an order; without one
 RANK = 1
-_ORDER = re.compile(r"order: (park [^\n]*)")
-COLUMNS = ("named", "cause", "host", "place", "action")
-
-
-@dataclass(frozen=True)
-class Row:
-    """What was right in one job, with the line and the order."""
-
-    case: str
-    named: bool
-    cause: bool
-    host: bool
-    place: bool
-    action: bool
-    line: str
-    next: str
-    order: str
-    seconds: float
+OPTIONS = f"Options of steering: `{CONF}`."
+_KINDS = (Syndrome.NON_COMMUNICATION_HANG, Syndrome.NON_COMMUNICATION_SLOW, Syndrome.FAILED)
 
 
 class RecordedHosts(Agents):
@@ -104,31 +86,29 @@ def _again(cases: Sequence[Case], tree: HardwareTree, pid: int) -> None:
                 case.change(tree, pid)
 
 
-def observed(job: RecordedHosts, begin: float, wanted: str, quiet: bool) -> tuple[list[tuple[VerdictLine, str]], str, float]:
-    """Return the lines of verdicts with the sentence on what to do, the first order, and the seconds until it."""
+def observed(job: RecordedHosts, begin: float, wanted: str, quiet: bool) -> tuple[list[Told], str, float]:
+    """Return the verdicts, that with the wanted evidence first, the first order, and the seconds until it."""
     order, at = "", 0.0
     while time.monotonic() - begin < (QUIET_S if quiet else LIMIT_S):
-        text = "\n".join(path.read_text(errors="replace") for path in job.outputs)
-        found = _ORDER.search(text)
-        if found is not None:
-            order, at = found[1], time.monotonic() - begin
+        orders = [each for each in orders_in(text_of(job)) if each.startswith("park ")]
+        if orders:
+            order, at = orders[0], time.monotonic() - begin
             break
         time.sleep(0.2)
     time.sleep(1.0)
-    lines = "\n".join(path.read_text(errors="replace") for path in job.outputs).splitlines()
-    told = []
-    for number, line in enumerate(lines):
-        if "unickpt HANG" in line or "unickpt SLOW" in line or "unickpt FAILED" in line:
-            with contextlib.suppress(FormatError):
-                following = next((each for each in lines[number + 1 : number + 4] if "next: " in each), "")
-                told.append((parse_line(line), following.partition("next: ")[2]))
-    told.sort(key=lambda each: (each[0].evidence != wanted, not each[0].at))  # the first line may come before the stack
+    told = [each for each in told_in(text_of(job)) if each.line.syndrome in _KINDS]
+    told.sort(key=lambda each: (each.line.evidence != wanted, not each.line.at))  # the first line may come before the stack
     return told, order, at
 
 
-def row_of(case: Case, wanted: str, told: list[tuple[VerdictLine, str]], order: str, at: float) -> Row:
+def text_of(job: RecordedHosts) -> str:
+    """Return the logs of all hosts."""
+    return "\n".join(path.read_text(errors="replace") for path in job.outputs)
+
+
+def row_of(case: Case, wanted: str, told: list[Told], order: str, at: float) -> Row:
     """Judge a job."""
-    line, following = told[0] if told else (None, "")
+    line, following = (told[0].line, told[0].next) if told else (None, "")
     evidence, host, ranks = (line.evidence, line.host, line.ranks.ranks) if line is not None else ("", "", ())
     place = line is not None and (case.dead or "hardware_worker.py" in line.at)
     if case.broken:
@@ -164,18 +144,6 @@ def look_alikes() -> tuple[Case, Sequence[Case]]:
     return Case(f"{len(LOOK_ALIKES)} look-alikes at once", quoted.change, quoted.quoted, hint=quoted.hint), others
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table of the page."""
-    lines = [f"| fault | {' | '.join(COLUMNS)} | order | s |", f"|---|{'---|' * (len(COLUMNS) + 2)}"]
-    for row in rows:
-        marks = " | ".join("yes" if row[column] else "**no**" for column in COLUMNS)
-        seconds = f"{row['seconds']:.0f}" if row["seconds"] else "-"
-        lines.append(f"| {row['case']} | {marks} | {row['order'] or 'none'} | {seconds} |")
-    right = sum(all(row[column] for column in COLUMNS) for row in rows)
-    lines += ["", f"All right in {right} of {len(rows)} jobs. Options of steering: `{CONF}`."]
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, required=True, help="file of results; cases that are in it are not repeated")
@@ -195,7 +163,7 @@ def main() -> None:
             file.write(json.dumps(row) + "\n")
     if args.page:
         command = f"python -m evidence.diagnosis.hardware_faults --keep {args.keep}"
-        put(args.page, "hardware faults", section("hardware faults", command, table(rows)))
+        put(args.page, "hardware faults", section("hardware faults", command, f"{table(rows)} {OPTIONS}"))
     print(table(rows))
 
 

@@ -1,32 +1,41 @@
-"""Sound windows: how often steering gives an order in jobs in which nothing is wrong.
+"""Sound windows: how often steering gives an order, and a verdict is false, in jobs in which nothing is wrong.
 
-    python -m evidence.steering.sound_windows [--windows 1000] [--jobs 10] [--hosts 2] [--seed 1] [--minutes 60]
+    python -m evidence.steering.sound_windows [--windows 1000] [--jobs 10] [--hosts 2] [--seed 1] [--minutes 60] [--busy 0]
         --keep results/steering-sound.jsonl [--page docs/evidence/steering.md]
 
 Several jobs run at once, which overloads the machine. In each window of a job something makes the other ranks wait, for up to
 twice the deadline (``sound_worker.py``): one rank evaluates, uploads, writes or compiles, all of them write or compile, data
-come late, batches are uneven. Any order that the policy gives is wrong.
+come late, batches are uneven. Any order that the policy gives is wrong. A verdict is false unless it is a hang of a rank that
+the others do wait for: 5 s after the first sign, it is still in its pause. ``--busy`` adds endless loops beside the jobs.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from evidence.diagnosis.fault_rows import Told, told_in
 from evidence.steering.sound_worker import PAUSES
 from tests.jobs.steering.agents import Agents
+from unickpt.diagnosis.detectors.verdicts import Syndrome
 
 CONF = "stopped_seconds=6,hang_seconds=10,still_seconds=3,loop_seconds=14,dead_seconds=6,slow=evict,slow_seconds=20"
 WORKER = str(Path(__file__).with_name("sound_worker.py"))
 BEGIN, FINISH = "<!-- table: made by python -m evidence.steering.sound_windows -->\n\n", "\n<!-- end of table -->"
+HANG_S = 5.0  # deadline of a call in such a job
 _ORDER = re.compile(r"order: (park [^\n]*|restart[^\n]*|stop[^\n]*|not executed[^\n]*)")
 _QUOTED = re.compile(r"unickpt (?:HANG|NETWORK_HANG|SLOW|SLOW_LINK) .*evidence=([^\n]*)")
 _SAID = re.compile(r"unickpt (HANG|NETWORK_HANG|SLOW|SLOW_LINK|MISMATCH|DEADLOCK) ")
@@ -39,7 +48,40 @@ def windows_of(job: Agents) -> list[tuple[str, float]]:
     return [(kind, float(seconds)) for kind, _, seconds in rows]
 
 
-def result(job: Agents, hosts: int, seed: int) -> dict[str, Any]:
+def pauses_of(job: Agents) -> list[tuple[int, float, float]]:
+    """Return rank, begin and end of the finished pauses."""
+    path = job.folder / "pauses"
+    rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return [(int(rank), float(begin), float(end)) for rank, begin, end in rows]
+
+
+def false_verdicts(told: list[Told], pauses: list[tuple[int, float, float]]) -> list[str]:
+    """Return verdicts that are not a hang of a rank for which the others do wait. That of an unfinished pause is not judged."""
+    last = max((end for _, _, end in pauses), default=0.0)
+    found = []
+    for each in told:
+        if each.line.syndrome is Syndrome.NON_COMMUNICATION_HANG:
+            at = datetime.fromisoformat(each.line.since).timestamp() + HANG_S
+            away = {rank for rank, begin, end in pauses if begin - 1.0 <= at <= end + 1.0}
+            if at > last or away.issuperset(each.line.ranks.ranks):
+                continue
+        found.append(f"{each.line} | {each.sentence}")
+    return found
+
+
+@contextlib.contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Let other processes compute without end."""
+    others = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for each in others:
+            each.kill()
+            each.wait()
+
+
+def result(job: Agents, hosts: int, seed: int, loops: int) -> dict[str, Any]:
     """Return what a job has done so far."""
     said = "\n".join(path.read_text(errors="replace") for path in job.outputs)
     found = windows_of(job)
@@ -51,6 +93,8 @@ def result(job: Agents, hosts: int, seed: int) -> dict[str, Any]:
         "orders": _ORDER.findall(said),
         "verdicts": collections.Counter(_SAID.findall(said)),
         "quoted": collections.Counter(_QUOTED.findall(said)),
+        "false": false_verdicts(list(told_in(said)), pauses_of(job)),
+        "busy": loops,
         "rounds": len({each.round for each in job.starts()}),
     }
 
@@ -69,11 +113,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines += [f"| {kind} | {total[kind]} |" for kind in PAUSES]
     lines += [f"| all | {sum(total.values())} |", ""]
     took = f"{statistics.median(seconds):.0f} s (median; {min(seconds):.0f} to {max(seconds):.0f})"
+    judged = [row for row in rows if "false" in row]
+    wrong = sum(len(row["false"]) for row in judged)
+    count = sum(sum(row["windows"].values()) for row in judged)
     named = ", ".join(f"{count} {kind}" for kind, count in sorted(verdicts.items())) or "none"
     lines.append(
         f"{len(rows)} jobs, {os.cpu_count()} cores, a window takes {took}. Orders: **{len(orders)}**. Lines of the diagnosis "
         f"that name a rank or a link, which are no orders: {named}."
     )
+    if judged:
+        lines[-1] += f" False verdicts: **{wrong}** in {count} windows."
     return "\n".join(lines)
 
 
@@ -84,11 +133,12 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--busy", type=int, default=0, help="endless loops beside the jobs")
     parser.add_argument("--keep", type=Path, required=True)
     parser.add_argument("--page", type=Path)
     args = parser.parse_args()
     jobs: dict[int, Agents] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, busy(args.busy):
         try:
             for seed in range(args.seed, args.seed + args.jobs if args.windows else args.seed):
                 place = Path(folder) / str(seed)
@@ -101,7 +151,7 @@ def main() -> None:
             end = time.monotonic() + 60 * args.minutes
             while time.monotonic() < end and sum(len(windows_of(job)) for job in jobs.values()) < args.windows:
                 time.sleep(1.0)
-            rows = [result(job, args.hosts, seed) for seed, job in jobs.items()]
+            rows = [result(job, args.hosts, seed, args.busy) for seed, job in jobs.items()]
             for seed, job in jobs.items():
                 for path in job.outputs if rows[seed - args.seed]["orders"] else ():
                     print(path.read_text()[-20000:])

@@ -1,8 +1,9 @@
 """Under torchrun: a sound job that does, window after window, what makes the other ranks wait for minutes.
 
 Usage: ``sound_worker.py FOLDER``. ``FOLDER/seed`` has the seed. Every start of a worker adds a line to ``FOLDER/starts``
-(round, rank, world, step, pid), and every finished window one to ``FOLDER/windows`` (kind, rank, seconds). A file ``stop`` ends
-the program with success. The pauses are a thirtieth of real ones, and so are the deadlines of ``sound_windows.py``.
+(round, rank, world, step, pid), every finished window one to ``FOLDER/windows`` (kind, rank, seconds), and every finished pause
+of a rank one to ``FOLDER/pauses`` (rank, begin, end on the wall clock). A file ``stop`` ends the program with success. The
+pauses are a thirtieth of real ones, and so are the deadlines of ``sound_windows.py``.
 """
 
 from __future__ import annotations
@@ -145,8 +146,11 @@ def main() -> None:
         own = random.Random(f"{rank} {number}")
         begin = time.monotonic()
         if rank == who or by_all:
+            paused = time.time()
             with _phase(_PHASES.get(do) if told else None):
                 do(seconds * own.uniform(0.3, 1.0) if by_all else seconds, folder)
+            with (folder / "pauses").open("a") as file:
+                file.write(f"{rank} {paused} {time.time()}\n")
         for _ in range(STEPS):
             time.sleep(own.uniform(0.0, 8 * STEP_S) if uneven else STEP_S)
             seen = torch.tensor([int((folder / "stop").exists())])

@@ -51,6 +51,13 @@ def test_steps_with_a_save_are_not_judged() -> None:
     assert losses(found) == []
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("slow", [range(16, 64), range(48)])
+def test_nobody_is_late_in_steps_in_which_a_slow_rank_is_not_slow(ranks: int, slow: range) -> None:
+    """A rank that is slow in most steps is usually slow, and fast in the rest."""
+    assert losses(steps(ranks, 64, lambda rank, step: 200 * MS * (rank == 1 and step in slow))) == []
+
+
 @pytest.mark.parametrize("count", [64, 256])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_that_are_late_by_chance_are_not_named(ranks: int, count: int) -> None:

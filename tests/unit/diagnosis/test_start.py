@@ -23,6 +23,7 @@ from unickpt.diagnosis.host import early_stacks
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.recording.launched import AbsentRank, LaunchNote
+from unickpt.diagnosis.recording.records import Phase
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.reports.start_text import start_notices
 from unickpt.diagnosis.reports.verdict_text import render_waits
@@ -96,6 +97,15 @@ def test_files_of_processes_that_have_ended_are_removed(loading: subprocess.Pope
     done = subprocess.run([sys.executable, "-c", "import torch"], cwd=REPO, env=environment(RANK="0", UNICKPT_TIMING="1"))
     assert done.returncode == 0
     assert not path.exists()
+
+
+@pytest.mark.parametrize(("phase", "word"), [(Phase.EVALUATION, "evaluates"), (Phase.CHECKPOINT, "saves"), (Phase.FORWARD, "")])
+def test_who_asks_is_told_which_rank_does_what_may_take_long(tmp_path: Path, phase: Phase, word: str) -> None:
+    hung(tmp_path, since_s=30)
+    found = take_snapshot(read_folder(tmp_path))
+    one = replace(found.ranks[2], phase=int(phase), step=7, host="node2")
+    (text,) = render_waits(replace(found, ranks={**found.ranks, 2: one}))
+    assert text.endswith(f"for rank 2, so far 30 s; rank 2 on node2 {word}, in step 7" if word else "for rank 2, so far 30 s")
 
 
 def test_what_is_said_of_ranks_that_have_not_begun(tmp_path: Path) -> None:

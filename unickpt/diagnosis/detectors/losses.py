@@ -154,7 +154,8 @@ def _now_and_then(ranks: npt.NDArray[np.int32], table: Floats, units: Sequence[t
     rows = [np.searchsorted(ranks, unit) for unit in units]
     more = own - row_medians(own)[:, None]  # than the rank itself usually takes: stages of a pipeline differ
     more = np.array([np.median(more[row], axis=0) for row in rows])
-    excess = np.where(long.any(axis=0), 0.0, more - medians_of_others(more))  # saves and evaluations are not judged
+    excess = more - np.maximum(medians_of_others(more), 0.0)  # nobody is late where the others are faster than they usually are
+    excess = np.where(long.any(axis=0), 0.0, excess)  # saves and evaluations are not judged
     late = excess > LATE_OF_STEP * usual
     hits = late.sum(axis=1)
     at = int(np.argmax(hits))

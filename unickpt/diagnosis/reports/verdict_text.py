@@ -111,8 +111,8 @@ def _hardware(verdict: Verdict) -> list[str]:
 def render_waits(snapshot: Snapshot) -> list[str]:
     """Return what is no verdict yet, for a person who asks.
 
-    That is a line for each call in which ranks have waited for some seconds, and one on ranks that have not begun. If the
-    snapshot has stacks, it says where the ranks are.
+    That is a line for each call in which ranks have waited for some seconds, and one on ranks that have not begun. It says
+    which of the awaited ranks do what may take long, and where the ranks are if the snapshot has stacks.
     """
     lines = []
     for call in pending(snapshot):
@@ -120,11 +120,20 @@ def render_waits(snapshot: Snapshot) -> list[str]:
         missing = f" for {counted(call.missing)}" if call.missing else ""
         what = f"{counted(call.waiters, 'wait')} in {call_text(call.ref(dict(enumerate(snapshot.groups))))}{missing}"
         there = [*ranks_at(call.waiters, snapshot, waiting=True), *ranks_at(call.missing, snapshot, waiting=False)]
-        lines.append("; ".join([f"{what}, so far {waited_s:.0f} s", *map(_place, there)]))
+        lines.append("; ".join([f"{what}, so far {waited_s:.0f} s", *_long_phases(call, snapshot), *map(_place, there)]))
     for rank, absent in sorted(snapshot.absent.items()):
         process = _absent(absent) if absent.pid else f"on {absent.host}"
         lines.append(f"rank {rank} has not begun to record; {process}")
     return lines[:MOST_NAMED]
+
+
+_LONG = {int(Phase.EVALUATION): "evaluates", int(Phase.CHECKPOINT): "saves", int(Phase.DATA): "waits for data"}
+
+
+def _long_phases(call: PendingCall, snapshot: Snapshot) -> list[str]:
+    """Say of ranks that others wait for what they do, where it may take long."""
+    known = [(rank, one) for rank in call.missing if (one := snapshot.ranks.get(rank)) is not None and one.phase in _LONG]
+    return [f"rank {rank} on {one.host} {_LONG[one.phase]}, in step {one.step}" for rank, one in known[:MOST_NAMED]]
 
 
 def pending(snapshot: Snapshot) -> list[PendingCall]:
