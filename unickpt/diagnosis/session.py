@@ -96,7 +96,7 @@ class Session:
         self._recorder = CallRecorder(ring, self._describe, events)
         self.phases = PhaseHooks(self._recorder)
         self.watched: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-        self.hooks = ProcessGroupHooks(self._recorder)
+        self.hooks = ProcessGroupHooks(self._recorder, self.watch_evaluation)
         self.hooks.install()
         self.phases.install()
         self._stacks = stack_dumps.listen(stack_dumps.path_of(self.folder, rank))
@@ -121,6 +121,15 @@ class Session:
             "label": named[0] if named else _UNNAMED.get(group.group_desc, group.group_desc),
             "backend": group.name(),
         }
+
+    def watch_evaluation(self, model: Any) -> None:
+        """Record when a model runs in evaluation mode or without gradients. May be called again for a model. Never raises."""
+        if model in self.watched:
+            return
+        try:
+            self.watched[model] = watch_model(model, self.phases.evaluates, self.phases.trains)
+        except Exception as err:
+            logger.warning("unickpt: evaluations are not seen, training is not affected (%s: %s)", type(err).__name__, err)
 
     def checkpoint_io(self, times: Iterable[IoTime]) -> None:
         """Record phases of saves and loads."""
@@ -256,12 +265,8 @@ class ProcessTiming:
 
     def watch_evaluation(self, model: Any) -> None:
         """Record when a model runs in evaluation mode or without gradients. May be called again for a model. Never raises."""
-        if self._session is None or model in self._session.watched:
-            return
-        try:
-            self._session.watched[model] = watch_model(model, self._session.phases.evaluates)
-        except Exception as err:
-            logger.warning("unickpt: evaluations are not seen, training is not affected (%s: %s)", type(err).__name__, err)
+        if self._session is not None:
+            self._session.watch_evaluation(model)
 
     def _forget(self) -> None:
         """Remove all hooks in a forked child: the ring belongs to the parent."""

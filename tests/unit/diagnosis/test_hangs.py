@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.unit.diagnosis.agent.made import hung
 from unickpt.diagnosis.detectors.device_waits import infer_device_waits
+from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.hangs import FOLLOWED, hangs
 from unickpt.diagnosis.detectors.mismatches import mismatches
 from unickpt.diagnosis.detectors.observations import CallVariant, CircularWait
 from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.recording.records import Op
+from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.snapshot.progress import PROGRESS
-from unickpt.diagnosis.snapshot.snapshot import GroupInfo
+from unickpt.diagnosis.snapshot.snapshot import GroupInfo, take_snapshot
 
 PIPELINE = 9
 
@@ -130,3 +135,16 @@ def test_a_rank_waits_in_the_newest_call_of_the_reducer_that_a_member_has_not_en
     known["call_ns"][3] = 200 if later else 50
     made = infer_device_waits(known, (), {0: np.arange(3), 1: np.arange(3)}, all_stand=False)
     assert [int(made["blocked"][(made["rank"] == rank) & (made["comm"] == 0)][0]) for rank in range(3)] == waits
+
+
+@pytest.mark.parametrize(("known", "named"), [((2, 3), []), ((1, 2, 3), [(2,)]), ((0, 1, 2, 3), [(2,)])])
+def test_equal_sides_of_a_mismatch_are_not_blamed_while_other_members_are_not_known(
+    tmp_path: Path, known: tuple[int, ...], named: list[tuple[int, ...]]
+) -> None:
+    hung(tmp_path, culprit=-1)
+    whole = take_snapshot(read_folder(tmp_path))
+    table = whole.rows[np.isin(whole.rows["rank"], known)].copy()
+    table["elements"] = np.where(table["rank"] == 2, 5, 7)
+    table["shape"] = table["elements"]
+    seen = replace(whole, rows=table, ranks={rank: whole.ranks[rank] for rank in known})
+    assert [verdict.ranks for verdict in examine(seen, after_s=5.0).verdicts] == named

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.support.repository import REPO
-from unickpt.diagnosis.recording.records import Flag, Op
+from unickpt.diagnosis.recording.records import Flag, Op, Phase
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.snapshot.steps import steps_of
 from unickpt.testing.launch import environment
@@ -45,6 +45,46 @@ for step in range(8):
         thread.join()
 assert pickle.loads(pickle.dumps(torch.save)) is torch.save
 """
+WRAPPED = """
+import sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import unickpt
+from unickpt.base.options.job import TimingOptions
+from unickpt.diagnosis import session
+folder = sys.argv[1]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+unickpt.time_collectives(TimingOptions(enabled=True, watch=False, folder=folder + "/rings"))
+plain = torch.nn.Linear(2, 2)
+model = DistributedDataParallel(plain)
+state, seen = session._process._session._recorder.state, []
+def run(module):
+    out = module(torch.ones(1, 2)).sum()
+    seen.append(state.phase)
+    return out
+run(model).backward()
+with torch.no_grad():
+    run(plain)
+run(model).backward()
+plain.eval()
+run(plain)
+plain.train()
+run(model).backward()
+torch.save({}, folder + "/file.pt")
+seen.append(state.phase)
+run(model).backward()
+with unickpt.phase("evaluate"):
+    run(model)
+print(*seen)
+"""
+
+
+def test_a_rank_of_a_wrapped_model_evaluates_until_it_trains_again(tmp_path: Path) -> None:
+    """What the program has announced lasts as long as it says."""
+    command = [sys.executable, "-c", WRAPPED, str(tmp_path)]
+    said = subprocess.run(command, env=environment(REPO), check=True, timeout=120, capture_output=True, text=True).stdout
+    none, evaluates, saves = int(Phase.UNKNOWN), int(Phase.EVALUATION), int(Phase.CHECKPOINT)
+    assert said.split() == [str(each) for each in (none, evaluates, none, evaluates, none, saves, none, evaluates)]
 
 
 def test_steps_count_once_and_those_with_an_evaluation_or_a_file_are_not_judged(tmp_path: Path) -> None:

@@ -108,6 +108,18 @@ def test_who_asks_is_told_which_rank_does_what_may_take_long(tmp_path: Path, pha
     assert text.endswith(f"for rank 2, so far 30 s; rank 2 on node2 {word}, in step 7" if word else "for rank 2, so far 30 s")
 
 
+def test_who_asks_is_told_of_waits_that_no_record_shows(tmp_path: Path) -> None:
+    """As those of the reducer of ``DistributedDataParallel``."""
+    hung(tmp_path, since_s=30)
+    found = take_snapshot(read_folder(tmp_path))
+    rows = found.rows.copy()
+    rows["unseen"], rows["blocked"] = rows["blocked"] > 0, 0
+    (text,) = render_waits(replace(found, rows=rows))
+    assert text.endswith("for rank 2, so far 30 s")
+    rows["unseen"] = False
+    assert render_waits(replace(found, rows=rows)) == []
+
+
 def test_what_is_said_of_ranks_that_have_not_begun(tmp_path: Path) -> None:
     asleep = AbsentRank(17, "node2", State.SLEEPING)
     (text, then), *others = start_notices(seen(tmp_path, 30, r2=asleep)).values()

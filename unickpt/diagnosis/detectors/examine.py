@@ -127,8 +127,17 @@ def _hangs(snapshot: Snapshot, links: Links, limit_s: float, *, patient: bool) -
     found = [_by_state(verdict, snapshot) for verdict in found]
     # a rank of which nothing is known may be in any call
     known = {*snapshot.ranks, *snapshot.absent}
-    found = [verdict for verdict in found if known.issuperset(verdict.ranks)]
+    found = [verdict for verdict in found if known.issuperset(verdict.ranks) and not _undecided(verdict, known)]
     return [_with_link(verdict, links) for verdict in found if not (patient and _may_take_long(verdict, snapshot))]
+
+
+def _undecided(verdict: Verdict, known: set[int]) -> bool:
+    """Return whether the sides of a mismatch are equal, and nothing is known of members that would decide.
+
+    So it is for an agent that does not reach that of rank 0's host, as at the end of a round.
+    """
+    equal = verdict.syndrome is Syndrome.MISMATCH and verdict.confidence < 1.0
+    return equal and verdict.group is not None and not known.issuperset(verdict.group.members().tolist())
 
 
 def _with_absent(verdict: Verdict, snapshot: Snapshot) -> Verdict:

@@ -34,12 +34,15 @@ def outside(before: int, phase: Phase) -> int:
 # the phase stays until the rank trains again.
 
 
-def watch_evaluation(model: torch.nn.Module, evaluates: Callable[[], None]) -> list[Any]:
+def watch_evaluation(
+    model: torch.nn.Module, evaluates: Callable[[], None], trains: Callable[[], None] = lambda: None
+) -> list[Any]:
     """Call a function before each forward computation of a model that is not part of training. Return the handles of the hooks.
 
     Args:
         model: the model. The modules that it only wraps are hooked too: ``generate`` of an adapter calls the model inside.
         evaluates: the function.
+        trains: called before all others.
     """
 
     def begins(module: torch.nn.Module, _inputs: Any) -> None:
@@ -47,6 +50,8 @@ def watch_evaluation(model: torch.nn.Module, evaluates: Callable[[], None]) -> l
             return
         if not module.training or not (torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0):
             evaluates()
+        else:
+            trains()
 
     return [module.register_forward_pre_hook(ModuleHook(begins)) for module in _wrappers(model)]
 
@@ -70,6 +75,7 @@ class PhaseHooks:
         self._recorder = recorder
         self._collecting_since = 0
         self._step_since = 0
+        self._noticed = False  # whether the current phase is one that ``_begins`` has entered
         self._aside = 0  # phase of the current step in which other ranks may wait long
         self._before: list[int] = []  # phases around the current optimizer steps, innermost last
         self._handles: list[Any] = []
@@ -139,6 +145,7 @@ class PhaseHooks:
 
     def phase(self, phase: Phase) -> int:
         """Enter a phase and return the one before."""
+        self._noticed = False
         before, self._recorder.state.phase = self._recorder.state.phase, int(phase)
         if phase in _ASIDE:
             self._aside = int(phase)
@@ -152,6 +159,12 @@ class PhaseHooks:
     def _begins(self, phase: Phase) -> None:
         if self._recorder.state.phase == Phase.UNKNOWN:
             self.phase(phase)
+            self._noticed = True
+
+    def trains(self) -> None:
+        """Leave the phase of an evaluation or of files, unless the program has announced it."""
+        if self._noticed:
+            self.phase(Phase.UNKNOWN)
 
     def _collects(self, phase: str, _info: dict[str, int]) -> None:
         if phase == "start":

@@ -48,18 +48,23 @@ class _CoalescedCalls(threading.local):
 class ProcessGroupHooks:
     """Hooks on torch.distributed that write to one recorder. At most one instance per process is installed.
 
+    Args:
+        recorder: where they write to.
+        wraps: called with each new ``DistributedDataParallel``.
+
     Attributes:
         recorder: where they write to; None after ``uninstall``. A method that a caller has kept then only calls the original.
     """
 
-    __slots__ = ("_coalescing", "_native", "_originals", "_thread", "recorder")
+    __slots__ = ("_coalescing", "_native", "_originals", "_thread", "_wraps", "recorder")
 
-    def __init__(self, recorder: CallRecorder) -> None:
+    def __init__(self, recorder: CallRecorder, wraps: Callable[[Any], None] = lambda _: None) -> None:
         self.recorder: CallRecorder | None = recorder
         self._originals: dict[tuple[Any, str], Any] = {}
         self._thread = _CoalescedCalls()
         self._coalescing = 0  # number of threads that coalesce calls; at 0 there is no need to look at ``_thread``
         self._native = NativeOps(recorder)
+        self._wraps = wraps
 
     def install(self) -> None:
         """Begin to record."""
@@ -219,6 +224,8 @@ class ProcessGroupHooks:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             hooks.reduces()
             original(self, *args, **kwargs)
+            if hooks.recorder is not None:
+                hooks._wraps(self)
 
         return init
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from unickpt.diagnosis.detectors.device_waits import infer_device_waits
 from unickpt.diagnosis.detectors.observations import (
     Baseline,
     CallAlone,
@@ -140,7 +141,9 @@ def pending(snapshot: Snapshot) -> list[PendingCall]:
     """Return the calls in which ranks have waited for some seconds."""
     members = {number: group.members() for number, group in enumerate(snapshot.groups)}
     gone = frozenset(rank for rank, one in snapshot.ranks.items() if one.state is State.DEAD)
-    found = calls_waited_in(snapshot.rows, members, gone)
+    on_device = {number for number, group in enumerate(snapshot.groups) if group.on_device}
+    rows = infer_device_waits(snapshot.rows, on_device, members, all_stand=False)
+    found = calls_waited_in(rows, members, gone)
     return [call for call in found if snapshot.now_ns - call.since_ns >= SHORTEST_S * 1e9]
 
 
