@@ -16,6 +16,7 @@ from unickpt.diagnosis.detectors.hangs import FOLLOWED, hangs
 from unickpt.diagnosis.detectors.mismatches import mismatches
 from unickpt.diagnosis.detectors.observations import CallVariant, CircularWait
 from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
+from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.snapshot.progress import PROGRESS
@@ -148,3 +149,18 @@ def test_equal_sides_of_a_mismatch_are_not_blamed_while_other_members_are_not_kn
     table["shape"] = table["elements"]
     seen = replace(whole, rows=table, ranks={rank: whole.ranks[rank] for rank in known})
     assert [verdict.ranks for verdict in examine(seen, after_s=5.0).verdicts] == named
+
+
+@pytest.mark.parametrize(("since_s", "named"), [(0.2, []), (0.8, [(1, 2)])])
+def test_equal_sides_of_a_mismatch_in_which_a_rank_has_died_wait_for_news_of_the_others(
+    tmp_path: Path, since_s: float, named: list[tuple[int, ...]]
+) -> None:
+    hung(tmp_path, culprit=-1, since_s=since_s)
+    whole = take_snapshot(read_folder(tmp_path))
+    table = whole.rows.copy()
+    table["elements"] = table["shape"] = np.where(table["rank"] == 2, 5, 7)
+    late = np.isin(table["rank"], (0, 3))
+    table["entered"][late], table["blocked"][late] = 2, 0
+    dead = replace(whole.ranks[2], state=State.DEAD, heard_ns=whole.now_ns)
+    found = examine(replace(whole, rows=table, ranks={**whole.ranks, 2: dead})).verdicts
+    assert [verdict.ranks for verdict in found if verdict.syndrome is Syndrome.MISMATCH] == named

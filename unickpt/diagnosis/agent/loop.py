@@ -64,6 +64,7 @@ _AGAIN_S = 60.0  # a lasting verdict is written again
 # Steps before a slow rank or link is reported. Links take longer: a late rank is known by then.
 _LASTING_STEPS = {Syndrome.NON_COMMUNICATION_SLOW: 4, Syndrome.COMMUNICATION_SLOW: 8}
 PLACE_S = 3.5  # that a verdict waits to be told for the stack of a rank on another host
+_OF_PROGRAM = (Syndrome.MISMATCH, Syndrome.DEADLOCK)  # orders come at once, and end the ranks: not before their place is known
 _GONE_S = 3.0  # a verdict that was absent for so long is new
 _STACK_S, _EAGER_LOOKS = 10.0, 10  # interval between requests for the stack of a rank, after one at each of the first looks
 _SAMPLES = 4096  # looks at the movement of a rank that are kept
@@ -228,7 +229,7 @@ class Look:
 
     Attributes:
         snapshot: state of the job.
-        verdicts: findings that have lasted long enough to be told.
+        verdicts: findings that have lasted long enough to be told, and to be acted on.
         longest_wait_ns: longest wait that has ended, also if it was reported as a hang.
     """
 
@@ -333,14 +334,17 @@ class Agent:
         self.calm = not found.verdicts and len(snapshot.steps) > 0
         newest = int(snapshot.steps["number"].max(initial=0))
         lasting = [verdict for verdict in found.verdicts if self._lasts(verdict, newest)]
+        acted_on = []
         for verdict in lasting:
             text = render(verdict, snapshot)
             far = verdict.at is None and bool(verdict.ranks) and verdict.ranks[0] not in own.ranks
-            asked = snapshot.ranks.get(verdict.ranks[0]) if far else None
-            if self._once(verdict.key, text, awaits=_comes(verdict.syndrome, asked)):
+            awaits = _comes(verdict.syndrome, snapshot.ranks.get(verdict.ranks[0]) if far else None)
+            if self._once(verdict.key, text, awaits=awaits):
                 self._note(verdict, text, found, snapshot)
+            if verdict.syndrome not in _OF_PROGRAM or not (awaits and self._is_new(verdict.key)):
+                acted_on.append(verdict)
         self._tell_of_start(snapshot)
-        return Look(snapshot, lasting, merged.longest_wait_ns)
+        return Look(snapshot, acted_on, merged.longest_wait_ns)
 
     def _tell_of_start(self, snapshot: Snapshot) -> None:
         """Write once which ranks the others wait for that have not begun to record."""
@@ -457,7 +461,7 @@ class Agent:
             self._last_told.pop(key, None)
             self._first_found[key] = now
         self._last_found[key] = now
-        if awaits and now - self._first_found[key] < PLACE_S:
+        if awaits and self._is_new(key):
             return False
         for old in [known for known, at in self._last_found.items() if now - at > _AGAIN_S]:
             self._last_found.pop(old)
@@ -471,6 +475,10 @@ class Agent:
         if text.next:
             self.tell(f"{PREFIX}next: {text.next}")
         return True
+
+    def _is_new(self, key: str) -> bool:
+        """Return whether there was no time yet to ask a rank on another host for its stack."""
+        return time.monotonic() - self._first_found.get(key, 0.0) < PLACE_S
 
     def tell(self, line: str) -> None:
         """Write a line to the log. Names in it come from rings and from other hosts."""
@@ -494,8 +502,8 @@ class Agent:
 
 def _comes(syndrome: Syndrome, asked: RankSnapshot | None) -> bool:
     """Return whether the place of a rank that is asked where it is will come."""
-    in_process = syndrome in (Syndrome.NON_COMMUNICATION_HANG, Syndrome.NON_COMMUNICATION_SLOW)
-    return in_process and asked is not None and can_answer(asked)
+    has_place = syndrome in (Syndrome.NON_COMMUNICATION_HANG, Syndrome.NON_COMMUNICATION_SLOW, *_OF_PROGRAM)
+    return has_place and asked is not None and can_answer(asked)
 
 
 def _named(snapshot: Snapshot, host: str) -> Snapshot:

@@ -36,6 +36,7 @@ WRITING_S = 600.0  # that others may wait for a rank that saves or evaluates, or
 
 TOGETHER_NS = int(TOGETHER_S * 1e9)
 _UNKNOWN = Reach()
+YOUNG_NS = 600_000_000  # age of a call that members on other hosts may have entered since; less than between two last looks
 AT_ONCE_NS = 5_000_000  # between ends of processes that are independent of each other
 
 
@@ -127,17 +128,22 @@ def _hangs(snapshot: Snapshot, links: Links, limit_s: float, *, patient: bool) -
     found = [_by_state(verdict, snapshot) for verdict in found]
     # a rank of which nothing is known may be in any call
     known = {*snapshot.ranks, *snapshot.absent}
-    found = [verdict for verdict in found if known.issuperset(verdict.ranks) and not _undecided(verdict, known)]
+    found = [verdict for verdict in found if known.issuperset(verdict.ranks) and not _undecided(verdict, snapshot, known)]
     return [_with_link(verdict, links) for verdict in found if not (patient and _may_take_long(verdict, snapshot))]
 
 
-def _undecided(verdict: Verdict, known: set[int]) -> bool:
-    """Return whether the sides of a mismatch are equal, and nothing is known of members that would decide.
+def _undecided(verdict: Verdict, snapshot: Snapshot, known: set[int]) -> bool:
+    """Return whether the sides of a mismatch are equal, and members decide of which nothing is known, or nothing new.
 
-    So it is for an agent that does not reach that of rank 0's host, as at the end of a round.
+    An agent that does not reach that of rank 0's host, as at the end of a round, knows its own ranks alone. And where a rank
+    has died in the call, this look comes at once, and the snapshots of other hosts are older.
     """
-    equal = verdict.syndrome is Syndrome.MISMATCH and verdict.confidence < 1.0
-    return equal and verdict.group is not None and not known.issuperset(verdict.group.members().tolist())
+    if verdict.syndrome is not Syndrome.MISMATCH or verdict.confidence == 1.0 or verdict.group is None:
+        return False
+    members = set(verdict.group.members().tolist())
+    entered = {rank for item in verdict.evidence if isinstance(item, CallVariant) for rank in item.ranks}
+    young = snapshot.now_ns - verdict.since_ns < YOUNG_NS
+    return not known >= members or (young and not entered >= members)
 
 
 def _with_absent(verdict: Verdict, snapshot: Snapshot) -> Verdict:
