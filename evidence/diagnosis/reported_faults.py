@@ -38,7 +38,7 @@ class Reported:
         cause: regular expression for the line and its sentence.
         next: regular expression for the sentence on what to do.
         at: mark of the line of the program that must be named; '' if no line is at fault.
-        order: regular expression for the order of steering; '' for none.
+        order: regular expression for the first order of steering; '' for none.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Reported:
 HANG, SLOW, FAILED = Syndrome.NON_COMMUNICATION_HANG, Syndrome.NON_COMMUNICATION_SLOW, Syndrome.FAILED
 MISMATCH, DEADLOCK = Syndrome.MISMATCH, Syndrome.DEADLOCK
 RESTART = "restart: PROGRAM: "
+ENDS = f"$|{RESTART}"  # the call ends a process, so that torchrun may restart the round before there is an order
 REPORTED = (
     Reported("SIGSTOP", "stopped", HANG, (2,), "state=stopped", "kill -CONT", "backward", "park n1 for .*STOPPED_OUT"),
     Reported("SIGKILL", "killed", HANG, (1,), "SIGKILL", "was killed: look in the log of the kernel"),
@@ -72,8 +73,8 @@ REPORTED = (
              r"once more than ranks 1(, 2, 3| to 3), which have ended", "rank0_barrier", RESTART),
     Reported("weights load late", "late_load", None, (2,), "rank 2 has not begun to record: process .* on n1",
              "it may still load data or weights", "late_load"),
-    Reported("wrong shape", "wrong_shape", MISMATCH, (2,), "50,000 elements", "make the same calls", "wrong_shape", RESTART),
-    Reported("wrong dtype", "wrong_dtype", MISMATCH, (1,), "F64, .* on rank 1 ", "make the same calls", "wrong_dtype", RESTART),
+    Reported("wrong shape", "wrong_shape", MISMATCH, (2,), "50,000 elements", "make the same calls", "wrong_shape", ENDS),
+    Reported("wrong dtype", "wrong_dtype", MISMATCH, (1,), "F64, .* on rank 1 ", "make the same calls", "wrong_dtype", ENDS),
     Reported("wrong group", "wrong_group", DEADLOCK, (1,), "all_reduce", "rank 1 calls all_reduce at", "wrong_group", RESTART),
     Reported("groups in another order", "group_order", DEADLOCK, (2,), "all_reduce", "rank 2 calls all_reduce at",
              "group_order", RESTART),
@@ -82,9 +83,9 @@ REPORTED = (
     Reported("a micro-batch left out", "skipped_micro", MISMATCH, (1,), "barrier", "one all_reduce fewer", "skipped_micro",
              RESTART),
     Reported("plain DDP: a backward pass left out", "ddp", MISMATCH, (1,), "all_reduce", "rank 1 calls all_reduce", "ddp",
-             RESTART),
-    Reported("FSDP2: a layer left out", "fsdp2", MISMATCH, (2,), "all_gather|reduce_scatter", "rank 2 calls", "fsdp2", RESTART),
-    Reported("ZeRO-3: experts differ", "experts", MISMATCH, (2,), "all_gather", "rank 2 calls", "experts", RESTART),
+             ENDS),
+    Reported("FSDP2: a layer left out", "fsdp2", MISMATCH, (2,), "all_gather|reduce_scatter", "rank 2 calls", "fsdp2", ENDS),
+    Reported("ZeRO-3: experts differ", "experts", MISMATCH, (2,), "all_gather", "rank 2 calls", "experts", ENDS),
     Reported("garbage collection in rotation", "garbage", SLOW, (0, 1, 2, 3), "collect garbage at different steps",
              "collect garbage at the same steps on all ranks"),
     Reported("every seventh step slow", "seventh", SLOW, (2,), "every 7 steps", "look for what runs at that interval on n1"),
@@ -117,7 +118,7 @@ def blamed(fault: Reported, job: RecordedHosts) -> Row:
         if found is None:
             found = next((told for told in told_in(text) if told.line.syndrome is fault.syndrome), None)
             seconds = seconds_since(found) if found is not None else 0.0
-        elif not fault.order or orders_in(text):
+        elif re.match(fault.order, "") or orders_in(text):
             due = True
     time.sleep(AFTER_S)
     text = text_of(job)
@@ -126,7 +127,7 @@ def blamed(fault: Reported, job: RecordedHosts) -> Row:
     if best is None:
         return Row(fault.name, False, False, False, False, False, "", "", "; ".join(orders), 0.0)
     others = [each for each in told if not set(each.line.ranks.ranks) <= set(fault.ranks)]
-    acted = bool(re.match(fault.order, orders[0])) if fault.order and orders else not fault.order and not orders
+    acted = bool(re.match(fault.order or "$", orders[0] if orders else ""))
     return Row(
         fault.name, best.line.ranks.ranks == fault.ranks and not others,
         bool(re.search(fault.cause, f"{best.line} {best.sentence}")), best.line.host == hosts_of(fault.ranks),
@@ -137,8 +138,10 @@ def blamed(fault: Reported, job: RecordedHosts) -> Row:
 
 def diagnosed(job: RecordedHosts) -> str:
     """Return what a person who asks is told."""
-    folders = [str(each) for each in job.rings() if any(each.glob("*.ring"))]
-    command = [sys.executable, "-m", "unickpt.cli.main", "diagnose", *folders]
+    agents = [str(each / "agent") for each in job.rings() if (each / "agent").exists()]
+    if not agents:
+        return ""
+    command = [sys.executable, "-m", "unickpt.cli.main", "diagnose", agents[0]]  # the whole job
     return subprocess.run(command, cwd=REPO, env=environment(REPO), capture_output=True, text=True).stdout
 
 
@@ -149,7 +152,7 @@ def excused(fault: Reported, job: RecordedHosts) -> Row:
     while time.monotonic() < end and not re.search(fault.cause, said):
         time.sleep(1.0)
         log = "\n".join(line for line in text_of(job).splitlines() if "unickpt: " in line)
-        said = log if re.search(fault.cause, log) else diagnosed(job) if job.rings() else ""
+        said = log if re.search(fault.cause, log) else diagnosed(job)
     time.sleep(AFTER_S)
     text = text_of(job)
     told, orders = list(told_in(text)), orders_in(text)
