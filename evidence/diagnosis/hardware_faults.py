@@ -41,8 +41,8 @@ class RecordedHosts(Agents):
     """Agents of hosts, each with a recording."""
 
     def variables(self, name: str) -> dict[str, str]:
-        """Return where the recording of a host is."""
-        return {VARIABLE: str(self.folder / name / "hardware"), "GLOO_SOCKET_IFNAME": "lo"}
+        """Return where the recording of a host is. Ranks write the stacks of fatal signals where they do without a variable."""
+        return {VARIABLE: str(self.folder / name / "hardware"), "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": ""}
 
 
 def played(cases: Sequence[Case], kind: str, dead: bool, folder: Path) -> tuple[RecordedHosts, str, float]:

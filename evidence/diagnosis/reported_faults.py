@@ -137,12 +137,14 @@ def blamed(fault: Reported, job: RecordedHosts) -> Row:
 
 
 def diagnosed(job: RecordedHosts) -> str:
-    """Return what a person who asks is told."""
-    agents = [str(each / "agent") for each in job.rings() if (each / "agent").exists()]
-    if not agents:
-        return ""
-    command = [sys.executable, "-m", "unickpt.cli.main", "diagnose", agents[0]]  # the whole job
-    return subprocess.run(command, cwd=REPO, env=environment(REPO), capture_output=True, text=True).stdout
+    """Return what a person who asks is told: of the whole job by its agent, and with places by the records of this machine."""
+    asked = [[str(each / "agent")] for each in job.rings() if (each / "agent").exists()]
+    asked += [[str(each) for each in job.rings() if any(each.glob("*.ring"))]] if asked else []
+    command = [sys.executable, "-m", "unickpt.cli.main", "diagnose"]
+    return "\n".join(
+        subprocess.run([*command, *each], cwd=REPO, env=environment(REPO), capture_output=True, text=True).stdout
+        for each in asked
+    )
 
 
 def excused(fault: Reported, job: RecordedHosts) -> Row:

@@ -269,7 +269,7 @@ class Agent:
         self._last_found: dict[str, float] = {}
         self._first_found: dict[str, float] = {}
         self._slow: dict[str, tuple[int, float]] = {}
-        self._failed: set[str] = set()
+        self._seen_once: set[str] = set()
         self._stacks: dict[int, tuple[tuple[Frame, ...], float]] = {}
         self._moves: dict[int, deque[ProcessSample]] = {}
         self._noted: dict[int, ProcessExit] = {}
@@ -388,11 +388,11 @@ class Agent:
 
     def _lasts(self, verdict: Verdict, step: int) -> bool:
         """Return whether a finding has lasted long enough: beside other work, every rank is slow for a moment."""
-        if (
-            verdict.syndrome is Syndrome.FAILED
-        ):  # the status of the last process to end comes after the look at which it is dead
-            again = verdict.key in self._failed
-            self._failed.add(verdict.key)
+        equal_sides = verdict.syndrome is Syndrome.MISMATCH and verdict.confidence < 1.0
+        if verdict.syndrome is Syndrome.FAILED or equal_sides:
+            # the status of the last process to end comes after the look at which it is dead, as do the calls of other hosts
+            again = verdict.key in self._seen_once
+            self._seen_once.add(verdict.key)
             return again
         if verdict.syndrome not in _LASTING_STEPS:
             return True
