@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.diagnosis.agent.made import hung
+from tests.unit.diagnosis.agent.made import S, call, hung, ring
 from unickpt.base.prometheus import Scrape
 from unickpt.cli.main import main
 from unickpt.diagnosis.agent import launch, loop, server
@@ -23,6 +23,7 @@ from unickpt.diagnosis.agent.server import Collector, fetch, secret_of, send, se
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.verdicts import Syndrome
 from unickpt.diagnosis.host.process_state import State
+from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.recording.ring import SUFFIX
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.reports.verdict_line import parse_line
@@ -97,7 +98,7 @@ def test_the_agent_of_the_rank_at_fault_also_reports_it(
 def test_a_verdict_waits_for_the_place_of_a_rank_on_another_host(
     tmp_path: Path, served: tuple[Collector, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "PLACE_S", 0.2)  # the processes of this test never answer
+    monkeypatch.setattr(loop, "PLACE_S", 3600.0)  # the processes of this test never answer
     collector, address = served
     first, second = split(tmp_path, 130)
     lines: dict[str, list[str]] = {"a": [], "b": []}
@@ -106,10 +107,50 @@ def test_a_verdict_waits_for_the_place_of_a_rank_on_another_host(
         agents[1].look(read_folder(second))
         agents[0].look(read_folder(first))
     assert lines == {"a": [], "b": []}
-    time.sleep(0.25)
+    monkeypatch.setattr(loop, "PLACE_S", 0.0)
     agents[1].look(read_folder(second))
     agents[0].look(read_folder(first))
     assert len(lines["a"]) == len(lines["b"]) == 3
+
+
+def test_nothing_is_done_about_other_calls_before_their_place_is_known(
+    tmp_path: Path, served: tuple[Collector, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order comes at once, and ends the ranks."""
+    monkeypatch.setattr(loop, "PLACE_S", 3600.0)
+    collector, address = served
+    first, second = split(tmp_path, 130)
+    other = ring(second, 2)
+    for number in (1, 2):
+        call(other, number, time.monotonic_ns() - 140 * S, time.monotonic_ns() - 139 * S)
+    call(other, 3, time.monotonic_ns() - 130 * S, 0, op=Op.BARRIER)
+    other.state(heartbeat_ns=time.monotonic_ns(), step=20, newest=3, phase=0)
+    lines: list[str] = []
+    agents = Agent(first, lines.append, collector), Agent(second, print, address=lambda: address)
+
+    def acted_on() -> list[tuple[Syndrome, tuple[int, ...]]]:
+        agents[1].look(read_folder(second))
+        found = agents[0].look(read_folder(first))
+        assert found is not None
+        return [(verdict.syndrome, verdict.ranks) for verdict in found.verdicts]
+
+    assert (acted_on(), acted_on(), lines) == ([], [], [])
+    monkeypatch.setattr(loop, "PLACE_S", 0.0)
+    assert acted_on() == [(Syndrome.MISMATCH, (2,))]
+    assert len(lines) == 3
+
+
+def test_equal_sides_are_told_at_the_second_look(tmp_path: Path) -> None:
+    hung(tmp_path, since_s=130, world=2, culprit=-1)
+    other = ring(tmp_path, 1, 2)
+    call(other, 3, time.monotonic_ns() - 130 * S, 0, op=Op.BARRIER, seq=3)
+    other.state(heartbeat_ns=time.monotonic_ns(), step=20, newest=3, phase=0)
+    lines: list[str] = []
+    agent = Agent(tmp_path, lines.append)
+    agent.look(read_folder(tmp_path))
+    assert lines == []
+    agent.look(read_folder(tmp_path))
+    assert parse_line(lines[0]).ranks.ranks == (0, 1)
 
 
 def test_a_single_agent_reports_nothing_about_other_hosts(tmp_path: Path) -> None:
