@@ -107,7 +107,9 @@ def _timed_reducer(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs
         from unickpt.diagnosis import session
 
         session.reduces()
-        return wrapped(*args, **kwargs)
+        result = wrapped(*args, **kwargs)
+        session.watch_evaluation(instance)
+        return result
 
     return _timed(made, instance, args, kwargs)
 

@@ -20,7 +20,7 @@ from unickpt.base.options.job import TimingOptions
 from unickpt.diagnosis import session
 from unickpt.diagnosis.recording.records import Phase
 
-STEP_S, SLOWER_S = 0.05, 0.25  # slow enough that one host of two is better than both, on a busy machine, too
+STEP_S, SLOWER_S = 0.05, 0.6  # slow enough that one host of two is better than both, on a busy machine, too
 
 
 def hang() -> None:

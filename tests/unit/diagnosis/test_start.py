@@ -113,10 +113,10 @@ def test_who_asks_is_told_of_waits_that_no_record_shows(tmp_path: Path) -> None:
     hung(tmp_path, since_s=30)
     found = take_snapshot(read_folder(tmp_path))
     rows = found.rows.copy()
-    rows["unseen"], rows["blocked"] = rows["blocked"] > 0, 0
+    rows["native"], rows["blocked"] = rows["blocked"] > 0, 0
     (text,) = render_waits(replace(found, rows=rows))
     assert text.endswith("for rank 2, so far 30 s")
-    rows["unseen"] = False
+    rows["native"] = False
     assert render_waits(replace(found, rows=rows)) == []
 
 

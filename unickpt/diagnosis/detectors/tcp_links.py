@@ -35,7 +35,7 @@ _USUAL, _FEWEST = 60, 8  # windows of the past that are kept, and fewest to judg
 
 
 def links_of(windows: Windows) -> Links:
-    """Join both ends of the connections: traffic from each rank to each other rank.
+    """Join both ends of the connections: traffic from each rank to each other one.
 
     The time per byte is an upper bound if a link was busy for less than a tick of the kernel's clock.
     """
@@ -46,6 +46,8 @@ def links_of(windows: Windows) -> Links:
     at = np.minimum(np.searchsorted(sides, windows["there"]), len(sides) - 1)
     known = sides[at] == windows["there"]
     own, other = windows[known], windows["rank"][order][at[known]]
+    apart = own["rank"] != other  # what a process sends to itself goes over no link
+    own, other = own[apart], other[apart]
     key, at = np.unique(np.stack([own["rank"], other], axis=1), axis=0, return_inverse=True)
     at = at.reshape(-1)
     carried, busy, window = (np.bincount(at, own[name], len(key)) for name in ("bytes", "busy_ns", "window_ns"))

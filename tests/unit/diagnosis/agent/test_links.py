@@ -209,3 +209,14 @@ def test_connections_that_come_and_go() -> None:
     one["acked"] = 1500
     assert sampler.window(2, one)["bytes"].tolist() == [0]  # against the empty sample
     assert sampler.window(3, one)["bytes"].tolist() == [500]
+
+
+@pytest.mark.parametrize(("there", "named"), [(1, []), (2, [(1, 2)])])
+def test_what_a_process_sends_to_itself_goes_over_no_link(there: int, named: list[Any]) -> None:
+    """A program may upload to a server of its own."""
+    out = np.zeros(2, WINDOW)
+    out["rank"], out["here"], out["there"] = [1, there], [1, 2], [2, 1]
+    out["window_ns"], out["bytes"], out["busy_ns"] = S, 1 << 20, [500_000_000, 0]
+    assert [(source, destination) for source, destination in links_of(out)[["source", "destination"]].tolist()] == [
+        *named, *(each[::-1] for each in named),
+    ]  # fmt: skip
