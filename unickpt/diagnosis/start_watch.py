@@ -29,10 +29,11 @@ from unickpt.diagnosis.host.stack_dumps import Frame, own_frames
 
 LOOK_S, TOLD_S, KNOWN_S, SAID_S = 1.0, 3.0, 6.0, 10.0  # each look; a rank tells of itself; of its neighbours; what is missing
 AGAIN_S = 120.0  # after which a wait that lasts is told again
+TURN_S = 0.5  # a rank asks all others so much later than the rank before it, as that costs the store a request for each
 CONNECT_S, SILENT_S = 2.0, 3.0
 LATER_CALLS, LONGEST_S = 200, 3600.0  # a job that has done so many collectives, or runs for so long, has started
 C10D, WRAPPER = os.path.join("torch", "distributed", "distributed_c10d.py"), "wrapper"
-TOLD, SEEN = "told", "seen"
+TOLD, SEEN, SAID = "told", "seen", "said"
 MOST, LONGEST = 4096, 16384  # ranks that are asked about; bytes of a note
 
 
@@ -86,7 +87,8 @@ def key_of(run_id: str, start: str, kind: str, rank: int) -> str:
     Args:
         run_id: torchrun's name of the job.
         start: distinguishes the starts of the workers.
-        kind: ``TOLD``: by the rank itself; ``SEEN``: by a neighbour, or the agent of its host.
+        kind: ``TOLD``: by the rank itself; ``SEEN``: by a neighbour, or the agent of its host; ``SAID``: in which call ranks
+            were last said to wait.
         rank: that the note is about.
     """
     return f"unickpt/start/{run_id}/{start}/{kind}/{rank}"
@@ -196,7 +198,8 @@ class StartWatch:
     def _speak(self, waits_s: float) -> None:
         """Tell of neighbours that cannot tell of themselves, and say who is missing, if no other rank does."""
         now_s = time.monotonic()
-        notes = {**self._notes(TOLD), self._rank: self._note}
+        asks = self._asks(waits_s)
+        notes = {**self._notes(TOLD, self._everyone() if asks else self._host_ranks()), self._rank: self._note}
         for rank, one in notes.items():
             if self._looked.get(rank, (-1, 0.0))[0] != one.looks:
                 self._looked[rank] = one.looks, now_s
@@ -209,9 +212,9 @@ class StartWatch:
         for rank, one in seen.items() if self._store is not None else ():
             self._store.set(self._key(SEEN, rank), one.text())
         told_lately = self._said_s and now_s - self._said_s < AGAIN_S
-        if waits_s < SAID_S or told_lately or min(waiters) != self._rank:
+        if not asks or waits_s < SAID_S or told_lately or min(waiters) != self._rank:
             return
-        seen = {**self._notes(SEEN), **seen}
+        seen = {**self._notes(SEEN, self._everyone()), **seen}
         missing = {rank: one for rank, one in notes.items() if rank not in waiters}
         for rank in silent & missing.keys():
             missing[rank] = replace(missing[rank], state=State.UNKNOWN)
@@ -220,7 +223,25 @@ class StartWatch:
                 stack = one.stack or (missing[rank].stack if rank in missing else ())
                 missing[rank] = replace(one, stack=stack)
         self._said_s = now_s
+        if self._store is not None:
+            self._store.set(self._key(SAID, 0), self._note.waits.encode())
         self._say(sorted(waiters), missing)
+
+    def _asks(self, waits_s: float) -> bool:
+        """Return whether it is the turn of this rank to ask all others, unless another one has said who is missing."""
+        if self._said_s:
+            return time.monotonic() - self._said_s > AGAIN_S - (SAID_S - KNOWN_S)
+        if waits_s < KNOWN_S + TURN_S * self._rank:
+            return False
+        key = self._key(SAID, 0)
+        said = self._store is not None and self._store.check([key]) and self._store.get(key) == self._note.waits.encode()
+        return not said
+
+    def _everyone(self) -> range:
+        return range(min(self._world, MOST))
+
+    def _host_ranks(self) -> range:
+        return range(self._first, self._first + self._count) if self._first >= 0 else range(0)
 
     def _say(self, waiters: list[int], missing: Mapping[int, StartNote]) -> None:
         """Say who is missing. What makes sentences is imported only now."""
@@ -243,10 +264,10 @@ class StartWatch:
     def _key(self, kind: str, rank: int) -> str:
         return key_of(*self._start, kind, rank)
 
-    def _notes(self, kind: str) -> dict[int, StartNote]:
+    def _notes(self, kind: str, ranks: range) -> dict[int, StartNote]:
         """Return what ranks have told of themselves (``TOLD``), or others of them (``SEEN``)."""
         found = {}
-        for rank in range(min(self._world, MOST)) if self._store is not None else ():
+        for rank in ranks if self._store is not None else ():
             key = self._key(kind, rank)
             if self._store.check([key]) and (one := StartNote.of(self._store.get(key))) is not None:
                 found[rank] = one

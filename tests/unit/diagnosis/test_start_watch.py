@@ -199,3 +199,21 @@ def test_a_neighbour_that_has_told_nothing_is_seen_from_outside(tmp_path: Path, 
         1: (process.pid, socket.gethostname(), State.SLEEPING)
     }
     assert seen[1].stack[0].line == 3
+
+
+def test_ranks_ask_all_others_in_turn_until_one_has_said_who_is_missing() -> None:
+    """Each costs the store a request for each rank, and thousands of ranks may wait."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    watches = {rank: StartWatch(rank, 4096, rank // 8 * 8, 8) for rank in (0, 10, 4000)}
+    for watch in watches.values():
+        watch._store, watch._note = store, replace(watch._note, waits="init_process_group")
+    at_ten_s = [rank for rank, watch in watches.items() if watch._asks(start_watch.SAID_S)]
+    assert at_ten_s == [0]
+    assert watches[10]._asks(12.0)
+    assert list(watches[10]._host_ranks()) == list(range(8, 16))
+    watches[0]._store.set(watches[0]._key(start_watch.SAID, 0), b"init_process_group")
+    assert not watches[10]._asks(12.0)
+    watches[10]._note = replace(watches[10]._note, waits="broadcast")
+    assert watches[10]._asks(12.0)
+    watches[0]._said_s = time.monotonic() - 60
+    assert not watches[0]._asks(70.0)
