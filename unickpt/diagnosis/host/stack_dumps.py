@@ -1,4 +1,8 @@
-"""Python stacks of another process: a signal on which Python's fault handler writes them to a file.
+"""Python stacks of another process: a signal on which Python's fault handler writes that of the main thread to a file.
+
+The signal goes to the main thread, which is interrupted while it writes its own stack. The fault handler can write the stacks
+of all threads too, but then it reads frames of threads that run, and a process with busy threads ends by SIGSEGV after a few
+requests.
 
 This works while the interpreter's lock is held and in an endless loop of Python or C, but not while the process is stopped.
 If the program uses the same real-time signal, there are no stacks. A process that an exception ends writes where it was raised,
@@ -8,6 +12,7 @@ and one that SIGTERM or a fatal signal ends where it was: a launcher ends all ra
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import json
 import os
@@ -78,7 +83,7 @@ def listen(path: Path) -> IO[bytes] | None:
             file = os.fdopen(os.dup(made.fileno()), "wb+", buffering=0)
         main = f"main 0x{threading.main_thread().ident or 0:016x}"
         file.write(f"{main}\nlibraries {json.dumps(_library_folders())}\n".encode())
-        faulthandler.register(SIGNAL, file, all_threads=True, chain=False)
+        faulthandler.register(SIGNAL, file, all_threads=False, chain=False)
     except (OSError, RuntimeError, ValueError):
         return None
     return file
@@ -87,11 +92,13 @@ def listen(path: Path) -> IO[bytes] | None:
 def listen_to_end(file: IO[bytes]) -> bool:
     """Write this process's stacks to a file when SIGTERM or a fatal signal ends it. What the program has set itself stays.
 
+    SIGTERM comes to the main thread. A fatal signal may come in any thread: then all of them are written.
+
     Return whether fatal signals are among them; ``ignore`` needs it.
     """
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            faulthandler.register(signal.SIGTERM, file, all_threads=True, chain=True)
+            faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)
         if not faulthandler.is_enabled():
             faulthandler.enable(file, all_threads=True)
             return True
@@ -161,9 +168,24 @@ def _signalled(pid: int, path: Path, files: contextlib.ExitStack) -> tuple[IO[by
         about = os.fstat(file.fileno())
         if os.stat(f"/proc/{pid}").st_uid != about.st_uid:  # the process number comes from an untrusted ring
             return None
-        os.kill(pid, SIGNAL)
+        _signal_main_thread(pid, SIGNAL)
         return file, about.st_size
     return None
+
+
+_tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)  # glibc 2.30 and newer
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to the main thread of a process, whose number is that of the process.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    if _tgkill is None:  # the kernel chooses the main thread, too, if that does not block the signal
+        os.kill(pid, number)
+    elif _tgkill(pid, pid, number) != 0:
+        raise OSError(ctypes.get_errno(), f"process {pid} cannot be asked for its stack")
 
 
 def kept(path: Path, since_ns: int) -> tuple[Frame, ...]:
@@ -195,7 +217,7 @@ def innermost(text: str, main: str, libraries: Sequence[str] = ()) -> tuple[Fram
     The innermost frame of the user's own code is always among them, as the last one if it is farther out.
 
     Args:
-        text: output for all threads of one process.
+        text: output for the main thread, or for all threads, of one process.
         main: identity of the main thread as in ``text``.
         libraries: folders whose files are not the user's own code.
     """
@@ -205,6 +227,8 @@ def innermost(text: str, main: str, libraries: Sequence[str] = ()) -> tuple[Fram
         if line.startswith(("Thread ", "Current thread ")):
             here = bool(main) and main in line
             found = [] if here else found
+        elif line.startswith("Stack "):  # of the thread that has the signal
+            here, found = True, []
         elif here and (match := _FRAME.match(line)) and not match["file"].startswith("<frozen"):
             found.append((match["file"], int(match["line"]), match["name"]))
     own = _own([file for file, _, _ in found], libraries)

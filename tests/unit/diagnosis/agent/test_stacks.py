@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -40,6 +41,40 @@ def test_the_stack_of_a_process_that_is_stuck(tmp_path: Path, body: str) -> None
             for _ in range(2):
                 frames = stack_dumps.ask_all({process.pid: path})[process.pid]
                 assert frames[:2] == (stack_dumps.Frame("busy", "<string>", 8), stack_dumps.Frame("outer", "<string>", 10))
+            assert process.poll() is None
+        finally:
+            process.kill()
+
+
+BUSY = STUCK.replace(
+    "def busy",
+    """import threading
+def deep(depth):
+    return depth and deep(depth - 1)
+def runs():
+    while True:
+        deep(200)
+        exec("def made(): return 1\\nmade()", {{}})
+for _ in range(3):
+    threading.Thread(target=runs, daemon=True).start()
+def busy""",
+)
+
+
+def test_a_process_with_busy_threads_survives_requests_for_its_stack(tmp_path: Path) -> None:
+    """Stacks of threads that run would be read while they change."""
+    path = tmp_path / "0.stacks"
+    command = [sys.executable, "-c", BUSY.format(body="time.sleep(3600)"), str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPO, env=environment(UNICKPT_AUTOLOAD="0")) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            for _ in range(300):
+                with contextlib.ExitStack() as files:
+                    assert stack_dumps._signalled(process.pid, path, files) is not None
+                time.sleep(0.001)
+            frames = stack_dumps.ask_all({process.pid: path})[process.pid]
+            assert [frame.function for frame in frames[:2]] == ["busy", "outer"]
             assert process.poll() is None
         finally:
             process.kill()
