@@ -57,13 +57,18 @@ def cold() -> bool:
 
 def slowest(action: Callable[[], Any]) -> float:
     """Return the seconds of an action that all ranks begin together, on the slowest rank."""
-    import torch
-    import torch.distributed as dist
-
     settle()
     begin = time.perf_counter()
     action()
-    taken = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+    return latest(time.perf_counter() - begin)
+
+
+def latest(seconds: float) -> float:
+    """Return the largest number of seconds of all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    taken = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     return float(taken.item())
 

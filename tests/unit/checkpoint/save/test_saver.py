@@ -287,7 +287,7 @@ with stalled(Path(sys.argv[1])) as stall:
     stall.gate.set()
     assert save.wait(60) and save.committed
 time.sleep(1)  # for a signal that we should not have heard
-print("alive")
+print("alive", flush=True)
 os._exit(0)
 """
     done = subprocess.run(
