@@ -92,7 +92,8 @@ def listen(path: Path) -> IO[bytes] | None:
 def listen_to_end(file: IO[bytes]) -> bool:
     """Write this process's stacks to a file when SIGTERM or a fatal signal ends it. What the program has set itself stays.
 
-    SIGTERM comes to the main thread. A fatal signal may come in any thread: then all of them are written.
+    SIGTERM comes to the main thread. A fatal signal may come in any thread, such as one of gloo: then all threads are written.
+    Beside busy threads of Python, SIGSEGV can then end the process in place of the first signal (1 of 20 times with three).
 
     Return whether fatal signals are among them; ``ignore`` needs it.
     """
