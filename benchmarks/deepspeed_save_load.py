@@ -123,6 +123,10 @@ class Raw:
         for _ in range(2 * self._turns):
             self.target.copy_(self._source)
 
+    def remove(self) -> None:
+        """Before ``write``, as a checkpoint's files are new: a file system takes long to free the blocks of an old file."""
+        self.path.unlink(missing_ok=True)
+
     def write(self) -> None:
         with self.path.open("wb", buffering=0) as file:
             for view in self._views:
@@ -281,6 +285,7 @@ def worker(args: argparse.Namespace) -> None:
     for number in range(args.rounds + 1):
         place = folder / str(number)
         theirs, own, plain = (place / name for name in ("stock", "unickpt", "dcp"))
+        raw.remove()
         found = {"memory copy": slowest(raw.copy), "raw write": slowest(raw.write)}
         before = sent_bytes()
         with Peak() as peak:

@@ -94,6 +94,7 @@ def worker(args: argparse.Namespace) -> None:
         seconds: dict[str, list[float]] = {}
         sizes: dict[str, list[int]] = {}
         for number in range(args.rounds + 1):
+            raw.remove()
             found = {"memory copy": slowest(raw.copy), "raw write": slowest(raw.write)}
             for kind in FORMATS:
                 where = fresh(folder / kind)

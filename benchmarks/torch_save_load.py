@@ -3,13 +3,12 @@
     python -m benchmarks.torch_save_load [--millions 50] [--rounds 5] [--ranks 1 2 4] [--out FILE] [--json FILE]
 
 Every round saves and loads the same model and optimizer (fp32, AdamW, ``fully_shard``), one after the other: a raw write and
-fsync of as many bytes; DCP; DCP with ``UNICKPT=1``, which writes unickpt checkpoints; and ``unickpt.save_training``.
-Asynchronous saves of DCP run in a thread and in a process. A save includes the write and its fsync; an asynchronous one has
-two times: the
-duration of the call, and the time until it is durable. Loads are from the page cache, into the same layout and, for two ranks
-and four, into plain tensors of each rank (as under DDP). ``weights save`` is of the weights alone, which DCP consolidates to
-Hugging Face files (``enable_consolidation``), without their fsync. Times are seconds of the slowest rank: medians with their
-spread, and ratios within a round.
+fsync of as many bytes; DCP; DCP with ``UNICKPT=1``, which writes unickpt checkpoints; and ``unickpt.save_training``. The three
+take turns to be first. Asynchronous saves of DCP run in a thread and in a process. A save includes the write and its fsync; an
+asynchronous one has two times: the duration of the call, and the time until it is durable. Loads are from the page cache, into
+the same layout and, for two ranks and four, into plain tensors of each rank (as under DDP). ``weights save`` is of the weights
+alone, which DCP consolidates to Hugging Face files (``enable_consolidation``), without their fsync. Times are seconds of the
+slowest rank: medians with their spread, and ratios within a round.
 """
 
 from __future__ import annotations
@@ -173,8 +172,10 @@ def worker(args: argparse.Namespace) -> None:
     sizes: dict[str, int] = {}
     peaks: dict[str, int] = {}
     for number in range(args.rounds + 1):
+        raw.remove()
         found = {"memory copy": slowest(raw.copy), "raw write": slowest(raw.write)}
-        for kind in KINDS:
+        turn = KINDS[number % len(KINDS) :] + KINDS[: number % len(KINDS)]
+        for kind in turn:
             where = fresh(folder / kind.replace(" ", "-"))
             with Peak() as peak:
                 found[f"{kind} save"] = slowest(partial(save, job, kind, where))
@@ -187,11 +188,11 @@ def worker(args: argparse.Namespace) -> None:
                 peaks[how] = most(peak.bytes)
         for kind in ("DCP", "unickpt"):
             found[f"{kind} weights save"] = slowest(partial(save_weights, job, kind, fresh(folder / "weights")))
-        warm(raw.path)
+        warm(raw.path, instead_of=folder)
         raw.read()
         found["raw read"] = slowest(raw.read)
-        for kind in KINDS:
-            warm(folder / kind.replace(" ", "-"))
+        for kind in turn:
+            warm(folder / kind.replace(" ", "-"), instead_of=folder)
             with Peak() as peak:
                 found[f"{kind} load"] = slowest(partial(load, job, kind, folder / kind.replace(" ", "-")))
             peaks[f"{kind} load"] = most(peak.bytes)
@@ -204,7 +205,7 @@ def worker(args: argparse.Namespace) -> None:
         other = Job(args.millions, sharded=False)
         for number in range(args.rounds + 1):
             for kind in KINDS:
-                warm(folder / kind.replace(" ", "-"))
+                warm(folder / kind.replace(" ", "-"), instead_of=folder)
                 value = slowest(partial(load, other, kind, folder / kind.replace(" ", "-")))
                 if number:
                     seconds.setdefault(f"{kind} load as DDP", []).append(value)
