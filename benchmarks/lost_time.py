@@ -6,12 +6,13 @@
 One job trains on. In turn, for each variant, it makes cycles of ``--every`` steps with a save before the first one, and as many
 cycles without a save. The time lost per save is the sum over the positions of a cycle of the median seconds of the call and of
 the step, minus the same without a save. So it has the call, and what training lost afterwards to the copy, checksums, writes,
-locks and the collector. It is given as a ratio to a memory copy of the bytes of the rank. Rows with more ranks than cores
-measure the machine.
+locks and the collector. It is given as a ratio to a memory copy of the bytes of the rank; its range is that of four parts of
+the run, each with every fourth cycle. Rows with more ranks than cores measure the machine.
 
-Variants: ``late`` (unickpt), ``eager`` (unickpt with ``copy_behind_training`` off), ``memory`` (unickpt into the memory of the
-host; with ``--every 1`` a save at each step), ``dcp`` and ``dcp-process``
-(``async_save`` in a thread, and in a process), ``deepspeed`` (its own save).
+Variants: ``late`` (unickpt), ``eager`` (unickpt with ``copy_behind_training`` off), ``memory`` (unickpt into the memory of
+the host; with ``--every 1`` a save at each step), ``dcp`` and ``dcp-process`` (``async_save`` in a thread, and in a process),
+``deepspeed`` (its own save). ``raw`` and ``raw-copy`` are the limit: a thread copies as many bytes, computes their checksums
+and writes them past the page cache, or only copies them. None of its calls holds the interpreter lock.
 """
 
 from __future__ import annotations
@@ -23,18 +24,24 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from benchmarks.deepspeed_engine import WIDTH, EngineJob
 from benchmarks.deepspeed_save_load import Dcp, Raw, natively
 from benchmarks.measure import machine, publish, slowest
+from unickpt.checkpoint.save.staging import StagingBuffer
+from unickpt.checkpoint.storage.posix import PosixStorage
 from unickpt.testing.launch import command, environment
 
 REPO = Path(__file__).resolve().parent.parent
-VARIANTS = ("late", "eager", "memory", "dcp", "dcp-process", "deepspeed")
+_PART_BYTES = 4 << 20
+VARIANTS = ("late", "eager", "memory", "dcp", "dcp-process", "deepspeed", "raw", "raw-copy")
 
 
 def parse() -> argparse.Namespace:
@@ -45,7 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=5, help="steps from one save to the next")
     parser.add_argument("--cycles", type=int, default=12, help="of each variant")
     parser.add_argument("--rows", type=int, default=48, help="samples of a step and rank")
-    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--only", nargs="+", default=list(VARIANTS[:6]), choices=VARIANTS)
     parser.add_argument("--folder", type=Path, help="for checkpoints; default: that of temporary files")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -128,6 +135,9 @@ def _saves(name: str, engine: Any, place: Path, job: EngineJob, mine: int) -> tu
         if job.rank == 0:
             shutil.rmtree(place / f"t{last}", ignore_errors=True)
 
+    if name.startswith("raw"):
+        behind = RawBehind(place, mine, written=name == "raw")
+        return behind.begin, behind.finish
     if name == "memory":
         return lambda: engine.save_checkpoint(str(place), tag=tag()), lambda: None
     if name in ("late", "eager"):
@@ -149,14 +159,52 @@ def _saves(name: str, engine: Any, place: Path, job: EngineJob, mine: int) -> tu
     dcp, pending = Dcp(job.rank, job.layers, mine), list[Any]()
     kind = AsyncCheckpointerType.PROCESS if name == "dcp-process" else AsyncCheckpointerType.THREAD
 
-    def behind() -> None:
+    def in_background() -> None:
         pending.append(dcp.save_behind(place / tag(), async_checkpointer_type=kind))
 
     def ended() -> None:
         pending.pop().result()
         cleared(number[0])
 
-    return behind, ended
+    return in_background, ended
+
+
+class RawBehind:
+    """The limit of a save behind training.
+
+    Args:
+        place: folder for the file.
+        size_bytes: to copy.
+        written: compute checksums of the copy, and write it.
+    """
+
+    def __init__(self, place: Path, size_bytes: int, *, written: bool) -> None:
+        import torch
+
+        place.mkdir(parents=True, exist_ok=True)
+        self._storage, self._path, self._written = PosixStorage(str(place)), place / "raw", written
+        self._source = torch.zeros(size_bytes, dtype=torch.uint8)
+        self._target = StagingBuffer(size_bytes).tensor[:size_bytes]
+        self._thread = threading.Thread()
+
+    def begin(self) -> None:
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def finish(self) -> None:
+        self._thread.join()
+        self._path.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        for at in range(0, len(self._target), _PART_BYTES):
+            self._target[at : at + _PART_BYTES].copy_(self._source[at : at + _PART_BYTES])
+        if not self._written:
+            return
+        data = memoryview(self._target.numpy())
+        with self._storage.create(self._path.name, direct=True) as sink:
+            for at in range(0, len(data), _PART_BYTES):
+                xxhash.xxh3_64_intdigest(data[at : at + _PART_BYTES])
+                sink.write([data[at : at + _PART_BYTES]])
 
 
 def lost(saves: list[list[float]], alone: list[list[float]]) -> tuple[float, float, float]:
@@ -165,6 +213,15 @@ def lost(saves: list[list[float]], alone: list[list[float]]) -> tuple[float, flo
     step = statistics.median(seconds for cycle in alone for seconds in cycle[1:])
     without = [statistics.median(values) for values in zip(*alone, strict=True)]
     return sum(with_save) - sum(without), with_save[0], step
+
+
+PARTS = 4
+
+
+def spread(saves: list[list[float]], alone: list[list[float]]) -> tuple[float, float]:
+    """Return the least and the most seconds lost per save, of parts of the run that have every fourth cycle."""
+    parts = [lost(saves[at::PARTS], alone[at::PARTS])[0] for at in range(min(PARTS, len(saves)))]
+    return min(parts), max(parts)
 
 
 def resident_bytes() -> int:
@@ -200,9 +257,11 @@ def main() -> None:
     ]
     for name in args.only:
         seconds, call, step = lost(data["saves"][name], data["alone"][name])
+        least, most = spread(data["saves"][name], data["alone"][name])
         grown = (data["resident"][name][-1] - data["resident"][name][len(data["resident"][name]) // 2]) / 1e6
         lines.append(
-            f"| {name} | {1e3 * call:.1f} ms | {1e3 * seconds:.0f} ms | {seconds / data['copy']:.2f} | {1e3 * step:.0f} ms | "
+            f"| {name} | {1e3 * call:.1f} ms | {1e3 * seconds:.0f} ms | "
+            f"{seconds / data['copy']:.2f} ({least / data['copy']:.2f} to {most / data['copy']:.2f}) | {1e3 * step:.0f} ms | "
             f"{100 * seconds / args.every / step:.1f}% | {grown:.1f} MB |"
         )
     publish("\n".join(lines) + "\n", args.out)

@@ -40,6 +40,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--no-process", action="store_true", help="without DCP's process, which holds a second copy of the state"
     )
+    parser.add_argument("--no-async", action="store_true", help="without asynchronous saves, each of which holds a copy")
     parser.add_argument("--sharded-only", action="store_true", help="without the load into plain tensors, whole on each rank")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--json", type=Path, help="file for the seconds of every round")
@@ -181,7 +182,7 @@ def worker(args: argparse.Namespace) -> None:
                 found[f"{kind} save"] = slowest(partial(save, job, kind, where))
             peaks[f"{kind} save"] = most(peak.bytes)
             sizes[kind] = sum(f.stat().st_size for f in where.rglob("*") if f.is_file())
-            for process in (False, True) if kind == "DCP" and not args.no_process else (False,):
+            for process in () if args.no_async else (False, True) if kind == "DCP" and not args.no_process else (False,):
                 how = f"{kind} async{', process' if process else ''}"
                 with Peak() as peak:
                     found[f"{how}, stall"], found[f"{how}, durable"] = behind(job, kind, process)
@@ -234,7 +235,7 @@ def main() -> None:
         worker(args)
         return
     options = [f"--millions={args.millions}", f"--rounds={args.rounds}"]
-    options += [f"--{name.replace('_', '-')}" for name in ("no_process", "sharded_only") if getattr(args, name)]
+    options += [f"--{name.replace('_', '-')}" for name in ("no_process", "no_async", "sharded_only") if getattr(args, name)]
     ranks = " ".join(map(str, args.ranks))
     lines = [f"`python -m benchmarks.torch_save_load {' '.join(options)} --ranks {ranks}`", ""]
     lines.append(f"{args.millions}M parameters, fp32, AdamW, FSDP2; {machine()}.")
