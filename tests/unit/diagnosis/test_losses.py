@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from unickpt.diagnosis.detectors.call_order import usual_after
-from unickpt.diagnosis.detectors.hints import AllSlower
-from unickpt.diagnosis.detectors.losses import losses, slower_than_before
-from unickpt.diagnosis.detectors.observations import LongStepsNowAndThen, RotatingPauses, SlowerThanBefore
+from unickpt.diagnosis.detectors.losses import losses
+from unickpt.diagnosis.detectors.observations import LongStepsNowAndThen, RotatingPauses
 from unickpt.diagnosis.detectors.verdicts import Cause
 from unickpt.diagnosis.snapshot.steps import STEP
 
@@ -85,50 +84,6 @@ def test_the_ranks_of_a_host_may_be_late_together() -> None:
     assert losses(found) == []  # hosts unknown: no rank is alone
     (verdict,) = losses(found, {rank: f"n{rank // 2}" for rank in range(6)})
     assert (verdict.ranks, verdict.victims) == ((2, 3), 4)
-
-
-HOSTS = {rank: "n0" for rank in range(4)}
-
-
-def slower(extra: Extra, *, from_step: int = 60, count: int = 120, waits: tuple[float, ...] = (0.3, 0.3), **given: Any) -> Any:
-    """Verdicts on four ranks, with the share of time that they wait for processors before and after a step."""
-    made = steps(4, count, lambda rank, step: extra(rank, step) * (step >= from_step), **given)
-    ends = made["end_ns"][::4].tolist()
-    return slower_than_before(made, HOSTS, [(end, waits[at >= from_step]) for at, end in enumerate(ends) if waits])
-
-
-def test_ranks_that_all_take_longer_than_before_have_a_price() -> None:
-    (verdict,) = slower(lambda *_: 70 * MS)
-    assert (verdict.ranks, verdict.cause) == ((0, 1, 2, 3), Cause.COMPUTE)
-    (item,) = verdict.evidence
-    assert isinstance(item, SlowerThanBefore)
-    assert 68 * MS < item.excess_ns < 72 * MS
-    assert item.before == (6, 37)
-    assert verdict.next == AllSlower(("n0",), 6 + 120 - 32, 125)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_job_that_is_as_fast_as_before_is_not_slower(seed: int) -> None:
-    assert slower(nothing, noise_ns=60 * MS, seed=seed) == []
-    assert slower(lambda *_: 20 * MS, noise_ns=60 * MS, seed=seed) == []
-    assert slower(lambda rank, _: 70 * MS * (rank < 3), seed=seed) == []  # one is not
-    assert slower(lambda *_: 70 * MS, from_step=100, seed=seed) == []  # not long enough
-    assert slower(lambda _, step: 300 * MS * (step % 4 == 0), seed=seed) == []  # not all of its steps
-
-
-def test_other_calls_are_other_work() -> None:
-    found = steps(4, 120, lambda _, step: 70 * MS * (step >= 60))
-    found["calls"] = found["number"] >= 66
-    looks = [(end, 0.0) for end in found["end_ns"].tolist()]
-    assert slower_than_before(found, HOSTS, looks) == []
-    found["calls"] = found["number"] % 10 == 0  # now and then one more
-    assert slower_than_before(found, HOSTS, looks)
-
-
-def test_what_other_programs_take_is_no_loss_of_the_job() -> None:
-    assert slower(lambda *_: 70 * MS, waits=(0.2, 0.6)) == []
-    assert slower(lambda *_: 70 * MS, waits=()) == [], "not known"
-    assert slower(lambda *_: 70 * MS, waits=(0.4, 0.25)), "the same waits, in longer steps"
 
 
 def test_collections_in_turn_have_a_price_and_no_rank_is_slow() -> None:

@@ -2,7 +2,6 @@
 
 - Garbage collections at different steps on different ranks: every step waits for somebody, and no rank is slower than another.
 - A rank, or all ranks of a host, that are late in some steps, such as every seventh, and in the others not.
-- All ranks take longer than earlier in the job.
 
 They are judged by the share of the time that they cost, over more steps than a rank that is always slow. Where sound ranks are
 late by chance, all are equally often.
@@ -18,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from unickpt.base.arrays import Floats
-from unickpt.diagnosis.detectors.hints import AllSlower
 from unickpt.diagnosis.detectors.medians import medians_of_others, row_medians
-from unickpt.diagnosis.detectors.observations import LongStepsNowAndThen, RotatingPauses, SlowerThanBefore
+from unickpt.diagnosis.detectors.observations import LongStepsNowAndThen, RotatingPauses
+from unickpt.diagnosis.detectors.step_tables import step_tables
 from unickpt.diagnosis.detectors.stragglers import at_least
 from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome, Verdict
 from unickpt.diagnosis.snapshot.steps import StepRows
@@ -32,10 +31,7 @@ COLLECTIONS = 3  # smallest number of steps in which each of at least two ranks 
 FALSE_ALARMS = 1e-4  # probability of a false alarm by chance, over all ranks of a job
 LATE_OF_STEP = 0.5  # smallest excess of a late step, as a share of the median step
 ALONE = 0.8  # share of the late steps of the job that are those of the rank
-WARM_UP = 5
 REGULAR = 4  # smallest number of late steps at equal distances
-NEW, OLD = 32, 32  # newest steps, and oldest known ones, of a job that has become slower
-SLOWER = 1.4  # smallest multiple of the own time before
 
 
 def losses(steps: StepRows, hosts: Mapping[int, str] = MappingProxyType({})) -> list[Verdict]:
@@ -45,9 +41,8 @@ def losses(steps: StepRows, hosts: Mapping[int, str] = MappingProxyType({})) -> 
         steps: steps of every rank, in any order.
         hosts: host of each rank; empty if unknown. All ranks of a host may be late together.
     """
-    steps = steps[steps["number"] > WARM_UP]
     for over in (OVER, LONGER):
-        ranks, table, _ = _tables(steps, over)
+        ranks, table, _ = step_tables(steps, over)
         if len(ranks) < 2 or table.shape[2] < FEWEST_STEPS:
             return []
         each = [(rank,) for rank in ranks.tolist()]
@@ -59,67 +54,6 @@ def losses(steps: StepRows, hosts: Mapping[int, str] = MappingProxyType({})) -> 
     return []
 
 
-def slower_than_before(steps: StepRows, hosts: Mapping[int, str], cpu_waits: Sequence[tuple[int, float]]) -> list[Verdict]:
-    """Return a verdict on all ranks if each takes longer than earlier in the job, with the same calls in a step.
-
-    Nearly all newest steps of each rank must be longer than nearly all of its oldest known ones, and not because other programs
-    use the processors.
-
-    Args:
-        steps: steps of every rank, in any order.
-        hosts: host of each rank.
-        cpu_waits: ``Snapshot.cpu_waits``. Without them it is not known what other programs do, and nothing is said.
-    """
-    ranks, table, numbers = _tables(steps[steps["number"] > WARM_UP], LONGER)
-    if not len(ranks) or table.shape[2] < NEW + OLD:
-        return []
-    calls = table[_COLUMNS.index("calls")]
-    alike = (calls == calls[:, -1:]).all(axis=0) & ~table[_COLUMNS.index("long")].any(axis=0)  # other calls, other work
-    table, numbers = table[:, :, alike], numbers[alike]
-    if table.shape[2] < max(NEW + OLD, len(alike) / 2):
-        return []
-    own = table[_COLUMNS.index("own_ns")]
-    old, new = own[:, :OLD], own[:, -NEW:]
-    usual = row_medians(old)
-    times = row_medians(new) / np.maximum(usual, 1.0)
-    apart = np.quantile(new, 0.1, axis=1) > np.quantile(old, 0.9, axis=1)
-    length = float(np.median(table[1, :, -NEW:] - table[0, :, -NEW:]))
-    excess = float(np.median(row_medians(new) - usual))
-    if not apart.all() or times.min() < SLOWER or excess < LOST * length:
-        return []
-    before, now = _waited_per_step(table[:, :, :OLD], cpu_waits), _waited_per_step(table[:, :, -NEW:], cpu_waits)
-    if before is None or now is None or now - before > excess / 2:
-        return []
-    evidence = SlowerThanBefore(excess, length, float(np.median(times)), NEW, (int(numbers[0]), int(numbers[OLD - 1])))
-    cause = next(
-        (
-            cause
-            for cause, name in ((Cause.DATA, "data_ns"), (Cause.GARBAGE, "garbage_ns"))
-            if _grown(table[_COLUMNS.index(name)]) > excess / 2
-        ),
-        Cause.COMPUTE,
-    )
-    there = tuple(dict.fromkeys(hosts[rank] for rank in ranks.tolist() if rank in hosts))
-    return [
-        Verdict(
-            Syndrome.NON_COMMUNICATION_SLOW, tuple(ranks.tolist()), int(table[0, :, -NEW].min()), victims=len(ranks),
-            cause=cause, evidence=(evidence,), next=AllSlower(there, int(numbers[-NEW]), int(numbers[-1])),
-        )
-    ]  # fmt: skip
-
-
-def _waited_per_step(table: Floats, cpu_waits: Sequence[tuple[int, float]]) -> float | None:
-    """Return how long the median rank waited for a processor in a step, in nanoseconds; None without a look in these steps."""
-    begin, end = float(table[0].min()), float(table[1].max())
-    shares = [share for at_ns, share in cpu_waits if begin <= at_ns <= end]
-    return float(np.mean(shares)) * float(np.median(table[1] - table[0])) if shares else None
-
-
-def _grown(times: Floats) -> float:
-    """Return by how much a part of the own time has grown, median over ranks."""
-    return float(np.median(row_medians(times[:, -NEW:]) - row_medians(times[:, :OLD])))
-
-
 def _by_host(ranks: Sequence[int], hosts: Mapping[int, str]) -> list[tuple[int, ...]]:
     """Return the ranks of each host; empty if a host is unknown."""
     found: dict[str, list[int]] = {}
@@ -128,22 +62,6 @@ def _by_host(ranks: Sequence[int], hosts: Mapping[int, str]) -> list[tuple[int, 
             return []
         found.setdefault(hosts[rank], []).append(rank)
     return [tuple(members) for members in found.values()]
-
-
-_COLUMNS = ("begin_ns", "end_ns", "own_ns", "garbage_ns", "data_ns", "long", "calls")
-
-
-def _tables(steps: StepRows, over: int) -> tuple[npt.NDArray[np.int32], Floats, npt.NDArray[np.uint32]]:
-    """Return the ranks, for the newest steps that all of them have ``[column, rank, step]``, and the numbers of these steps."""
-    ranks, row = np.unique(steps["rank"], return_inverse=True)
-    numbers, count = np.unique(steps["number"], return_counts=True)
-    numbers = numbers[count == len(ranks)][-over:]
-    keep = np.isin(steps["number"], numbers)
-    table = np.full((len(_COLUMNS), len(ranks), len(numbers)), np.nan)
-    at = np.searchsorted(numbers, steps["number"][keep])
-    for place, name in enumerate(_COLUMNS):
-        table[place, row[keep], at] = steps[name][keep]
-    return ranks, table, numbers
 
 
 def _now_and_then(ranks: npt.NDArray[np.int32], table: Floats, units: Sequence[tuple[int, ...]]) -> list[Verdict]:

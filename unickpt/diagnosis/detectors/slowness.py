@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from unickpt.diagnosis.detectors.losses import losses, slower_than_before
+from unickpt.diagnosis.detectors.all_slower import slower_than_before
+from unickpt.diagnosis.detectors.losses import losses
 from unickpt.diagnosis.detectors.observations import CpuStarvation, RotatingPauses
 from unickpt.diagnosis.detectors.p2p_links import slow_links, transfers_of
 from unickpt.diagnosis.detectors.slow_layers import slow_layers

@@ -116,7 +116,7 @@ def _what(verdict: Verdict) -> str:
             return (
                 f"look at what {'the hosts' if len(hosts) > 1 else 'the ranks'} share: clocks, power and temperature of the "
                 "devices (nvidia-smi -q -d PERFORMANCE,CLOCK), limits of the containers, storage, and what the program does "
-                "since then; see what takes the time"
+                "since then, such as longer sequences; see what takes the time"
             )
         case Helps():
             return _helps(verdict.next, verdict)
