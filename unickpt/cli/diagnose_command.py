@@ -14,8 +14,8 @@ from unickpt.base.private_files import SHARED_MEMORY, read_text
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.output import Output
 from unickpt.diagnosis.agent.launch import ADDRESS, read_address
-from unickpt.diagnosis.agent.loop import VERDICTS
 from unickpt.diagnosis.agent.server import fetch
+from unickpt.diagnosis.agent.telling import VERDICTS
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.places import MOST
 from unickpt.diagnosis.detectors.verdicts import Reach, Verdict

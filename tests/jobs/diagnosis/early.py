@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.support.forked_jobs import fork_ranks
 from tests.support.result_lines import results_in
-from unickpt.diagnosis.agent.loop import VERDICTS
+from unickpt.diagnosis.agent.telling import VERDICTS
 
 STEPS, LAYER_S, FACTOR = 36, 0.02, 1.5
 SLOW = "non-communication slow"

@@ -13,7 +13,7 @@ from unickpt.base.errors import ConfigError
 from unickpt.base.role import role
 from unickpt.base.switch import Switch, asks, recognises, section_of, switch
 from unickpt.diagnosis import parse_line
-from unickpt.diagnosis.agent.loop import with_role
+from unickpt.diagnosis.agent.telling import with_role
 
 
 @pytest.mark.parametrize(

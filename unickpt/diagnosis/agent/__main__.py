@@ -12,8 +12,9 @@ from socket import socket
 
 from unickpt.base.prometheus import Scrape, scrape_from
 from unickpt.diagnosis.agent.launch import LONGEST_ADDRESS
-from unickpt.diagnosis.agent.loop import notice, tell, watch, with_role
+from unickpt.diagnosis.agent.loop import watch
 from unickpt.diagnosis.agent.server import Collector, answer_prometheus, secret_of, serve
+from unickpt.diagnosis.agent.telling import notice, tell, with_role
 
 
 def main() -> None:

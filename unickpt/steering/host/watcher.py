@@ -27,8 +27,10 @@ from unickpt.base.left_workers import end_all, left_in
 from unickpt.base.limited_http import RateLimitedLog
 from unickpt.base.prometheus import OpenPort, Scrape
 from unickpt.diagnosis.agent.launch import write_address
-from unickpt.diagnosis.agent.loop import EVERY_S, PREFIX, Agent, Look, RingLooks, notice, over, tell
+from unickpt.diagnosis.agent.loop import EVERY_S, Agent, Look
+from unickpt.diagnosis.agent.ring_looks import RingLooks, over
 from unickpt.diagnosis.agent.server import Collector, answer_prometheus, secret_of, serve
+from unickpt.diagnosis.agent.telling import PREFIX, notice, tell
 from unickpt.diagnosis.detectors.hardware import broken_hosts, weight_of
 from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.hardware.sampler import HardwareSampler

@@ -14,7 +14,8 @@ import pytest
 
 from tests.unit.diagnosis.agent.made import S, call, hung, ring
 from tests.unit.diagnosis.reports.jobs import job_of_four
-from unickpt.diagnosis.agent.loop import Agent, RingLooks
+from unickpt.diagnosis.agent.loop import Agent
+from unickpt.diagnosis.agent.ring_looks import RingLooks
 from unickpt.diagnosis.agent.server import Collector
 from unickpt.diagnosis.host import stack_dumps
 from unickpt.diagnosis.host.process_state import State
@@ -54,7 +55,7 @@ def test_rings_of_another_host_are_of_unknown_processes(tmp_path: Path) -> None:
 
 
 def test_a_look_includes_new_records() -> None:
-    from unickpt.diagnosis.agent.loop import FEWEST, RECORDS, window
+    from unickpt.diagnosis.agent.ring_looks import FEWEST, RECORDS, window
 
     assert window({}, {}, 0) == RECORDS
     assert window({0: 100, 1: 100}, {0: 150, 1: 120}, 20) == FEWEST

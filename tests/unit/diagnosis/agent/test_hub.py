@@ -17,9 +17,10 @@ import pytest
 from tests.unit.diagnosis.agent.made import S, call, hung, ring
 from unickpt.base.prometheus import Scrape
 from unickpt.cli.main import main
-from unickpt.diagnosis.agent import launch, loop, server
-from unickpt.diagnosis.agent.loop import Agent, notice
+from unickpt.diagnosis.agent import launch, server, telling
+from unickpt.diagnosis.agent.loop import Agent
 from unickpt.diagnosis.agent.server import Collector, fetch, secret_of, send, serve
+from unickpt.diagnosis.agent.telling import notice
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.verdicts import Syndrome
 from unickpt.diagnosis.host.process_state import State
@@ -80,7 +81,7 @@ def test_two_agents_are_one_view(tmp_path: Path, served: tuple[Collector, str]) 
 def test_the_agent_of_the_rank_at_fault_also_reports_it(
     tmp_path: Path, served: tuple[Collector, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "PLACE_S", 0.0)
+    monkeypatch.setattr(telling, "PLACE_S", 0.0)
     first, second, address, lines = looked_at_by_two(tmp_path, served, since_s=130)
     assert len(lines["a"]) == len(lines["b"]) == 3  # once, not in every pass
     line = parse_line(lines["b"][0])
@@ -98,7 +99,7 @@ def test_the_agent_of_the_rank_at_fault_also_reports_it(
 def test_a_verdict_waits_for_the_place_of_a_rank_on_another_host(
     tmp_path: Path, served: tuple[Collector, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "PLACE_S", 3600.0)  # the processes of this test never answer
+    monkeypatch.setattr(telling, "PLACE_S", 3600.0)  # the processes of this test never answer
     collector, address = served
     first, second = split(tmp_path, 130)
     lines: dict[str, list[str]] = {"a": [], "b": []}
@@ -107,7 +108,7 @@ def test_a_verdict_waits_for_the_place_of_a_rank_on_another_host(
         agents[1].look(read_folder(second))
         agents[0].look(read_folder(first))
     assert lines == {"a": [], "b": []}
-    monkeypatch.setattr(loop, "PLACE_S", 0.0)
+    monkeypatch.setattr(telling, "PLACE_S", 0.0)
     agents[1].look(read_folder(second))
     agents[0].look(read_folder(first))
     assert len(lines["a"]) == len(lines["b"]) == 3
@@ -117,7 +118,7 @@ def test_nothing_is_done_about_other_calls_before_their_place_is_known(
     tmp_path: Path, served: tuple[Collector, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The order comes at once, and ends the ranks."""
-    monkeypatch.setattr(loop, "PLACE_S", 3600.0)
+    monkeypatch.setattr(telling, "PLACE_S", 3600.0)
     collector, address = served
     first, second = split(tmp_path, 130)
     other = ring(second, 2)
@@ -135,7 +136,7 @@ def test_nothing_is_done_about_other_calls_before_their_place_is_known(
         return [(verdict.syndrome, verdict.ranks) for verdict in found.verdicts]
 
     assert (acted_on(), acted_on(), lines) == ([], [], [])
-    monkeypatch.setattr(loop, "PLACE_S", 0.0)
+    monkeypatch.setattr(telling, "PLACE_S", 0.0)
     assert acted_on() == [(Syndrome.MISMATCH, (2,))]
     assert len(lines) == 3
 

@@ -22,6 +22,7 @@ from unickpt.cli import diagnose_command
 from unickpt.cli.main import main
 from unickpt.diagnosis.agent import loop
 from unickpt.diagnosis.agent.loop import Agent
+from unickpt.diagnosis.agent.telling import VERDICTS
 from unickpt.diagnosis.host import stack_dumps
 from unickpt.diagnosis.recording.ring import SUFFIX
 from unickpt.diagnosis.recording.ring_folder import own_jobs, read_folder
@@ -115,7 +116,7 @@ def test_no_file_of_a_job_is_created_through_a_link(tmp_path: Path, precious: Pa
     hung(folder, since_s=130)
     name = {
         "ring": f"00007{SUFFIX}", "ring of a process": f"00007{SUFFIX}.{os.getpid()}", "stacks": "00000.stacks",
-        "started": f"{loop.STARTED}-{loop.socket.gethostname()}", "verdicts": loop.VERDICTS,
+        "started": f"{loop.STARTED}-{loop.socket.gethostname()}", "verdicts": VERDICTS,
     }[kind]  # fmt: skip
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(precious)

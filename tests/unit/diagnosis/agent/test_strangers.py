@@ -19,7 +19,7 @@ import pytest
 from tests.unit.diagnosis.agent.made import MS, S, call, hung, ring
 from unickpt.base.errors import FormatError, UnickptError
 from unickpt.base.limited_http import ConnectionLimits, RateLimitedLog
-from unickpt.diagnosis.agent import loop
+from unickpt.diagnosis.agent import loop, telling
 from unickpt.diagnosis.agent import server as server
 from unickpt.diagnosis.agent.loop import Agent
 from unickpt.diagnosis.agent.server import Collector, fetch, send, serve
@@ -232,7 +232,7 @@ def test_text_from_a_ring_is_escaped_in_the_log(tmp_path: Path) -> None:
 
 
 def test_text_from_another_agent_is_escaped_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "PLACE_S", 0.0)
+    monkeypatch.setattr(telling, "PLACE_S", 0.0)
     hung(tmp_path)
     lines: list[str] = []
     said = json.dumps({"ask": [], "notices": [["a", "unickpt HANG rank=3", ODD]] * 3}).encode()
