@@ -35,6 +35,7 @@ from unickpt.diagnosis.host import stack_dumps
 from unickpt.diagnosis.host.early_stacks import EARLY
 from unickpt.diagnosis.layer_costs.measured import SUFFIX as LAYERS
 from unickpt.diagnosis.recording.device_events import CudaEvents, EventSource
+from unickpt.diagnosis.recording.fast_path import main_stack_first
 from unickpt.diagnosis.recording.launched import arrives_first, this_host, write_launch
 from unickpt.diagnosis.recording.layer_times import LayerTimes, TimedLayer
 from unickpt.diagnosis.recording.phases import PhaseHooks, outside
@@ -103,7 +104,7 @@ class Session:
         EARLY.records = True
         if self._stacks is not None:
             EARLY.end()
-        self._fatal = self._stacks is not None and stack_dumps.listen_to_end(self._stacks)
+        self._fatal = self._stacks is not None and stack_dumps.listen_to_end(self._stacks, main_stack_first)
         self._remove_hook = on_last_exception(partial(self._failed, rank))
         self._agent = self._start_agent(options, first_rank if first_rank >= 0 else rank) if first and given is None else None
         if given is not None and first:

@@ -23,7 +23,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -43,7 +43,9 @@ _LIBRARIES = (
     "megatron.post_training",
     "megatron.rl",
 )  # fmt: skip
+MainFirst = Callable[[int, int], bool]
 _INSTALLED = ("site-packages", "dist-packages")
+_OTHER = "Signal in another thread"  # as in _fast.c: what follows is no stack of the main thread
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d{1,9}) in (?P<name>.*)$')
 
 
@@ -89,19 +91,27 @@ def listen(path: Path) -> IO[bytes] | None:
     return file
 
 
-def listen_to_end(file: IO[bytes]) -> bool:
+def listen_to_end(file: IO[bytes], main_first: MainFirst = lambda *_: False) -> bool:
     """Write this process's stacks to a file when SIGTERM or a fatal signal ends it. What the program has set itself stays.
 
-    SIGTERM comes to the main thread. A fatal signal may come in any thread, such as one of gloo: then all threads are written.
-    Beside busy threads of Python, SIGSEGV can then end the process in place of the first signal (1 of 20 times with three).
+    SIGTERM comes to the main thread. A fatal signal may come in any thread, such as one of gloo: then the main thread writes
+    its stack, if ``main_first`` can ask it to. Otherwise all threads are written, and beside busy threads of Python, SIGSEGV
+    can end the process in place of the first signal (1 of 20 times with three).
 
-    Return whether fatal signals are among them; ``ignore`` needs it.
+    Args:
+        file: of ``listen``.
+        main_first: as ``recording.fast_path.main_stack_first``.
+
+    Returns:
+        Whether fatal signals are among them; ``ignore`` needs it.
     """
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)
         if not faulthandler.is_enabled():
-            faulthandler.enable(file, all_threads=True)
+            faulthandler.enable(file, all_threads=False)
+            if SIGNAL is None or not main_first(file.fileno(), SIGNAL):
+                faulthandler.enable(file, all_threads=True)
             return True
     return False
 
@@ -110,7 +120,7 @@ def ignore(*, fatal: bool = False) -> None:
     """Stop writing stacks, also in a fork of the process. ``fatal``: the result of ``listen_to_end``."""
     faulthandler.unregister(signal.SIGTERM)
     if fatal:
-        faulthandler.disable()
+        faulthandler.disable()  # puts back what was there before both handlers
     if SIGNAL is not None:
         faulthandler.unregister(SIGNAL)
 
@@ -225,6 +235,8 @@ def innermost(text: str, main: str, libraries: Sequence[str] = ()) -> tuple[Fram
     found: list[tuple[str, int, str]] = []
     here = False
     for line in text.splitlines():
+        if line == _OTHER:
+            break
         if line.startswith(("Thread ", "Current thread ")):
             here = bool(main) and main in line
             found = [] if here else found

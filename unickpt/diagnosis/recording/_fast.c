@@ -11,9 +11,14 @@
 #include <Python.h>
 #include <structmember.h>
 #include <stddef.h>
+#include <errno.h>
+#include <signal.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <x86intrin.h>
 #define HAS_COUNTER 1
@@ -855,9 +860,84 @@ static PyType_Slot call_slots[] = METHOD_SLOTS(method_call), wait_slots[] = METH
 static PyType_Spec call_spec = {"unickpt.diagnosis.recording._fast.Method", sizeof(Method), 0, METHOD_FLAGS, call_slots};
 static PyType_Spec wait_spec = {"unickpt.diagnosis.recording._fast.Wait", sizeof(Method), 0, METHOD_FLAGS, wait_slots};
 
+/* --------------------------------------------------------------------------------------------------------- fatal signals
+ *
+ * A fatal signal may come in a thread that is not the main one, such as one of gloo that aborts. Python's fault handler can
+ * then write the stacks of all threads, and reads frames that change meanwhile; or that of this thread alone. Here the main
+ * thread is sent the signal on which it writes its own stack (stack_dumps.py), and the end of the process waits for that.
+ * Nothing of Python is called, and what is called may be called in a signal handler. */
+
+enum { FATAL_SIGNALS = 5, FATAL_LOOKS = 100, FATAL_LOOK_NS = 10000000 };
+static const int fatal_numbers[FATAL_SIGNALS] = {SIGBUS, SIGILL, SIGFPE, SIGABRT, SIGSEGV};
+static const char fatal_other[] = "Signal in another thread\n";
+static struct {
+    int fd, number;
+    pid_t process, main;
+    struct sigaction before[FATAL_SIGNALS];
+} fatal;
+
+static void ask_main_thread(void)
+{
+    struct stat about;
+    if (fstat(fatal.fd, &about) != 0 || syscall(SYS_tgkill, fatal.process, fatal.main, fatal.number) != 0)
+        return;
+    const off_t begin = about.st_size;
+    off_t last = begin;
+    for (int look = 0; look < FATAL_LOOKS; look++) {
+        const struct timespec pause = {0, FATAL_LOOK_NS};
+        nanosleep(&pause, NULL);
+        if (fstat(fatal.fd, &about) != 0 || (about.st_size > begin && about.st_size == last))
+            break;
+        last = about.st_size;
+    }
+    if (write(fatal.fd, fatal_other, sizeof fatal_other - 1) < 0)
+        return;
+}
+
+static void on_fatal(int number)
+{
+    const int saved = errno;
+    if (getpid() == fatal.process && (pid_t)syscall(SYS_gettid) != fatal.main)
+        ask_main_thread();
+    for (int at = 0; at < FATAL_SIGNALS; at++)
+        if (fatal_numbers[at] == number)
+            sigaction(number, &fatal.before[at], NULL);
+    errno = saved;
+    raise(number); /* at once, in this thread: the handler before this one ends the process */
+}
+
+static PyObject *main_stack_first(PyObject *self, PyObject *args)
+{
+    int fd, number;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "ii", &fd, &number))
+        return NULL;
+    fatal.fd = fd, fatal.number = number, fatal.process = fatal.main = getpid(); /* of Linux: a process is its main thread */
+    struct sigaction own;
+    memset(&own, 0, sizeof own);
+    own.sa_handler = on_fatal;
+    own.sa_flags = SA_NODEFER | SA_ONSTACK;
+    sigemptyset(&own.sa_mask);
+    for (int at = 0; at < FATAL_SIGNALS; at++) {
+        struct sigaction before;
+        if (sigaction(fatal_numbers[at], &own, &before) == 0 && before.sa_handler != on_fatal)
+            fatal.before[at] = before;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"main_stack_first", main_stack_first, METH_VARARGS,
+     "Before a fatal signal in another thread ends this process, send the main thread a signal on which it writes to a file.\n\n"
+     "fd: the file; number: the signal. What was set before ends the process then."},
+    {NULL},
+};
+
 /* ------------------------------------------------------------------------------------------------------------- the module */
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_fast", "The usual calls of a process group, recorded in C.", -1};
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "_fast", "The usual calls of a process group, recorded in C.", -1, functions,
+};
 
 PyMODINIT_FUNC PyInit__fast(void)
 {

@@ -5,6 +5,8 @@ from unickpt.diagnosis.recording.fast_path import GroupState
 
 RECORD_BYTES: int
 
+def main_stack_first(fd: int, number: int, /) -> None: ...
+
 class Counter(Iterator[int]):
     def __next__(self) -> int: ...
 

@@ -115,6 +115,24 @@ def counter() -> Iterator[int]:
     return itertools.count(1) if _fast is None else _fast.Counter()
 
 
+def main_stack_first(fd: int, number: int) -> bool:
+    """Let the main thread write its stack before a fatal signal in another thread ends this process.
+
+    The handlers that are there end the process then. Whoever puts back what was before them removes this one, too.
+
+    Args:
+        fd: file that it writes to.
+        number: signal on which it does so.
+
+    Returns:
+        Whether the extension is there to do it.
+    """
+    if _fast is None or not hasattr(_fast, "main_stack_first"):  # built before it had this
+        return False
+    _fast.main_stack_first(fd, number)
+    return True
+
+
 def state_of(ring: RingWriter, dtype_codes: dict[torch.dtype, int], *, extension: bool) -> RecorderState:
     """Return the state of a recorder that writes to ``ring``: that of the extension if it is wanted and installed."""
     if _fast is None or not extension:

@@ -98,6 +98,57 @@ def test_a_process_that_a_signal_ends_has_left_its_stack(tmp_path: Path, number:
     assert [frame.function for frame in frames[:2]] == ["busy", "outer"]
 
 
+ABORTED = BUSY.replace("outer()\n", "").replace(
+    "def busy",
+    """import ctypes, os
+from unickpt.diagnosis.recording import _fast
+def first(fd, number):
+    _fast.main_stack_first(fd, number)
+    return True
+fatal = stacks.listen_to_end(listening, first)
+libc = ctypes.CDLL(None)
+def native():
+    assert libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, ctypes.cast(libc.abort, ctypes.c_void_p), None) == 0
+def busy""",
+)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    ["native()", "threading.Thread(target=os.abort).start()", "os.abort()"],
+    ids=["thread without Python", "thread of Python", "main thread"],
+)
+def test_the_main_thread_writes_its_stack_before_a_fatal_signal_in_another_one_ends_the_process(
+    tmp_path: Path, ends: str
+) -> None:
+    """Threads of Python run meanwhile, whose frames nobody may read."""
+    pytest.importorskip("unickpt.diagnosis.recording._fast", reason="built without a compiler")
+    path = tmp_path / "0.stacks"
+    program = ABORTED.format(body=f"{ends}; time.sleep(60)") + "\nouter()"
+    done = subprocess.run([sys.executable, "-c", program, str(path)], cwd=REPO, env=ALONE, check=False, capture_output=True)
+    assert done.returncode == -signal.SIGABRT, done.stderr
+    names = [frame.function for frame in stack_dumps.kept(path, 0)]
+    assert "busy" in names[:4]  # a thread that starts another one waits for that
+    assert b"runs" not in path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ("stacks.ignore(fatal=fatal); native(); time.sleep(60)", -signal.SIGABRT),
+        ("pid = os.fork(); native() if not pid else os._exit(os.waitpid(pid, 0)[1]); time.sleep(60)", int(signal.SIGABRT)),
+    ],
+    ids=["after the end of recording", "in a fork"],
+)
+def test_a_fatal_signal_leaves_no_stack_of_another_process_nor_after_the_end(tmp_path: Path, body: str, status: int) -> None:
+    pytest.importorskip("unickpt.diagnosis.recording._fast", reason="built without a compiler")
+    path = tmp_path / "0.stacks"
+    program = ABORTED.format(body=body) + "\nouter()"
+    done = subprocess.run([sys.executable, "-c", program, str(path)], cwd=REPO, env=ALONE, check=False, capture_output=True)
+    assert done.returncode & ~0x80 == status & ~0x80, done.stderr  # with the bit of a core dump, or without
+    assert stack_dumps.kept(path, 0) == ()
+
+
 HANDLED = "signal.signal(signal.SIGTERM, lambda *_: os._exit(7)); "
 TERM = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"
 
