@@ -45,6 +45,7 @@ class EventKind(enum.Enum):
     CPU_PRESSURE = "processor pressure"
     CPU_LIMIT = "processor limit"
     CLOCK_SET = "clock set"
+    CLOCK_APART = "clock apart"
 
 
 _BROKEN = frozenset(
@@ -61,7 +62,7 @@ _HIGHEST = frozenset(  # their amount is a level; of the others it is a count
     {
         EventKind.GPU_HOT, EventKind.GPU_POWER, EventKind.MEMORY_PRESSURE, EventKind.IO_PRESSURE, EventKind.CPU_PRESSURE,
         EventKind.CPU_LIMIT, EventKind.LINK_SLOWER, EventKind.OUT_OF_MEMORY, EventKind.BLOCKED, EventKind.LOCKUP,
-        EventKind.GPU_SILENT,
+        EventKind.GPU_SILENT, EventKind.CLOCK_APART,
     }
 )  # fmt: skip
 
@@ -76,7 +77,8 @@ class HostEvent:
         begin_ns: begin, on the wall clock of the host.
         end_ns: last time at which it was seen.
         amount: count of errors; bytes of a process that was killed for lack of memory; share of the time of a pressure or a
-            limit, 0 to 1; degrees Celsius of a hot device; seconds of a process that is blocked, and of a set clock.
+            limit, 0 to 1; degrees Celsius of a hot device; seconds of a process that is blocked, of a set clock, and by
+            which a clock is ahead of those of other hosts.
         code: number of an Xid or SXid.
         pid: process that it concerns, 0 if unknown.
         name: name of that process.

@@ -62,6 +62,9 @@ def event_text(event: HostEvent) -> str:
             return f"file server {event.device} does not respond"
         case EventKind.CLOCK_SET:
             return f"the clock was set by {event.amount:+.1f} s"
+        case EventKind.CLOCK_APART:
+            ahead = "ahead of" if event.amount > 0 else "behind"
+            return f"its clock is {abs(event.amount):.1f} s {ahead} those of other hosts"
     return f"{event.kind.value}{on}{process}"
 
 

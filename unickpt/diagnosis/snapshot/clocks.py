@@ -3,16 +3,21 @@
 No member of an all_reduce ends before the last one has entered. Each such call of ranks on two hosts bounds the difference of
 their clocks from both sides. The estimate is the middle of the tightest bounds. Its error is at most half of their distance,
 which is less than the duration of the shortest of these calls.
+
+A clock that is far from the others is an event of its host: logs, certificates and time-outs of other programs may suffer.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from unickpt.base.arrays import Ints
+from unickpt.diagnosis.hardware.events import EventKind, HostEvent
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.snapshot.snapshot import Calls, Snapshot, merge_snapshots
 
@@ -24,6 +29,7 @@ _TOGETHER = (
     Op.BARRIER,
 )  # no member ends before all have entered
 _FAR = np.int64(1) << 62
+APART_NS = 1_000_000_000  # smallest known difference that is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +91,34 @@ def _bounds(calls: Calls, host: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     return (key[first], host[first], np.maximum.reduceat(calls["call_ns"], first), np.minimum.reduceat(calls["end_ns"], first))
 
 
+def apart_s(offsets: Sequence[Offset]) -> list[float]:
+    """Return by how many seconds the clock of each host is ahead of the others, with its error in favour of it; 0 for a little.
+
+    Of two hosts the first is taken for right, of more their median.
+    """
+    usual = statistics.median_low([offset.ns for offset in offsets if offset.error_ns is not None]) if len(offsets) > 2 else 0
+    found = []
+    for offset in offsets:
+        ahead_ns, error_ns = usual - offset.ns, offset.error_ns
+        known = error_ns is not None and abs(ahead_ns) - error_ns >= APART_NS
+        found.append(ahead_ns / 1e9 if known else 0.0)
+    return found
+
+
+def _with_clocks(job: Snapshot, snapshots: Sequence[Snapshot], offsets: Sequence[Offset]) -> Snapshot:
+    """Return the snapshot of a job with an event of each host whose clock is far from the others."""
+    hardware = dict(job.hardware)
+    for snapshot, ahead_s in zip(snapshots, apart_s(offsets), strict=True):
+        for host in snapshot.hardware if ahead_s else ():
+            event = HostEvent(EventKind.CLOCK_APART, "", job.now_ns, job.now_ns, ahead_s)
+            hardware[host] = dataclasses.replace(hardware[host], events=(*hardware[host].events, event))
+    return dataclasses.replace(job, hardware=hardware)
+
+
 def on_one_clock(snapshots: Sequence[Snapshot]) -> Snapshot:
     """Merge the snapshots of all hosts on the clock of the first host."""
     if len(snapshots) == 1:
         return snapshots[0]
     offsets = clock_offsets(snapshots)
     now = max((snapshot.now_ns + offset.ns for snapshot, offset in zip(snapshots, offsets, strict=True)), default=0)
-    return merge_snapshots(snapshots, [offset.ns for offset in offsets], now)
+    return _with_clocks(merge_snapshots(snapshots, [offset.ns for offset in offsets], now), snapshots, offsets)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
-from tests.unit.diagnosis.agent.made import MS, made_up
-from unickpt.diagnosis.snapshot.clocks import clock_offsets, on_one_clock
+from tests.unit.diagnosis.agent.made import MS, S, made_up
+from unickpt.diagnosis.hardware.events import HostHardware
+from unickpt.diagnosis.reports.hardware_text import event_text
+from unickpt.diagnosis.snapshot.clocks import Offset, apart_s, clock_offsets, on_one_clock
+from unickpt.diagnosis.snapshot.snapshot import Snapshot
 
 
 def test_clocks_are_aligned_by_common_calls() -> None:
@@ -28,6 +33,21 @@ def test_clocks_are_aligned_by_common_calls() -> None:
     job = on_one_clock(snapshots)
     assert abs(job.now_ns - (10**12 + 7_000 * MS)) <= 4 * MS
     assert job.calls["call_ns"].max() - job.calls["call_ns"].min() < 7_000 * MS
+
+
+def test_a_clock_far_from_the_others_is_an_event_of_its_host() -> None:
+    def host(name: str, ranks: tuple[int, ...], ahead_ns: int) -> Snapshot:
+        calls = [(rank, 1, 10 * S + rank * MS + ahead_ns, 10 * S + 10 * MS + ahead_ns) for rank in ranks]
+        return dataclasses.replace(made_up(calls, now_ns=11 * S + ahead_ns), hardware={name: HostHardware(("clock",))})
+
+    job = on_one_clock([host("a", (0, 1), 3 * S), host("b", (2, 3), 0), host("c", (4, 5), 10 * MS)])
+    assert {name: len(one.events) for name, one in job.hardware.items()} == {"a": 1, "b": 0, "c": 0}
+    (event,) = job.hardware["a"].events
+    assert event_text(event) == "its clock is 3.0 s ahead of those of other hosts"
+    two = on_one_clock([host("a", (0, 1), 0), host("b", (2, 3), -3 * S)])
+    assert event_text(*two.hardware["b"].events) == "its clock is 3.0 s behind those of other hosts"
+    unknown = [Offset(0, 0), Offset(5 * S, None), Offset(5 * S, 4 * S + 1), Offset(0, 0)]
+    assert apart_s(unknown) == [0.0] * 4, "no common call, or one that takes long"
 
 
 def test_a_host_that_shares_no_call_keeps_its_clock() -> None:
