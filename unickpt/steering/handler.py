@@ -38,6 +38,7 @@ from unickpt.steering.host.workers import EndedWorkers, kill_stopped_workers, ki
 from unickpt.steering.links.self_check import SelfCheck
 from unickpt.steering.publishing.observers import Observers
 from unickpt.steering.state.membership import (
+    TOLD_TO_END,
     Arrived,
     Committed,
     Event,
@@ -50,6 +51,7 @@ from unickpt.steering.state.membership import (
     Round,
     WorkerFailed,
     WorkersEnded,
+    exit_code,
     leaves_no_boundary,
     must_stop,
     rank_in_round,
@@ -159,7 +161,16 @@ class SteeringHandler(RendezvousHandler):
         error = sys.exc_info()[1]
         finished = error is None
         failed = "" if finished else f"{type(error).__name__}"
-        return self._leave(Left(*self._who, finished, failed))
+        if not finished and self._workers_told():
+            self._ends = self._ends or signal.SIGTERM.name
+        self._leave(Left(*self._who, finished, failed))
+        if self._ends:
+            atexit.register(self._end_by_signal)
+        return True
+
+    def _workers_told(self) -> bool:
+        """Return whether the workers were told to end, and not by this agent: there is no error then."""
+        return self._workers is not None and self._stopping != self._epoch and self._workers.told_to_end()
 
     def _told_to_end(self, name: str) -> None:
         """torchrun gives the workers of this host time to end. They may save, for which all ranks are needed."""
@@ -178,11 +189,15 @@ class SteeringHandler(RendezvousHandler):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _end_as_told(self) -> None:
-        """Leave at the end of the process, and end by the signal that torchrun has received.
+        """Leave at the end of the process."""
+        self._leave(Left(*self._who))
+        self._end_by_signal()
+
+    def _end_by_signal(self) -> None:
+        """End by the signal that torchrun, or its workers, have received.
 
         Schedulers and scripts then see its exit code, 143 for SIGTERM, and not that of an error.
         """
-        self._leave(Left(*self._who))
         number = signal.Signals[self._ends] if self._ends else None
         if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             sys.stdout.flush()
@@ -190,7 +205,7 @@ class SteeringHandler(RendezvousHandler):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def _leave(self, event: Left) -> bool:
+    def _leave(self, event: Left) -> None:
         atexit.unregister(self._end_as_told)
         self._signal.close()
         self._end_watch()
@@ -201,7 +216,6 @@ class SteeringHandler(RendezvousHandler):
         self._peer.close(Left(*self._who, event.finished, event.failed))
         if self._observers is not None:
             self._observers.close()
-        return True
 
     @property
     def _who(self) -> tuple[str, str]:
@@ -216,9 +230,10 @@ class SteeringHandler(RendezvousHandler):
         Raises:
             RendezvousClosedError: the job has ended because too few hosts are left, or by an order.
             RendezvousTimeoutError: no round has begun in time.
-            SystemExit: the program has finished while this host was out, or a spare.
+            SystemExit: the program has finished while this host was out, or a spare; or its workers were told to end.
         """
         failed = self._workers.failure() if self._workers is not None and self._stopping != self._epoch else None
+        told = self._workers_told()
         self._failure = ()
         if failed is not None:
             logger.warning("unickpt: steering: round %s has ended on this host: %s", _text(self._epoch), printable(failed.text))
@@ -236,7 +251,7 @@ class SteeringHandler(RendezvousHandler):
             now_s = time.monotonic()
             self._end_if_asked(state)
             if state is not None:
-                self._check_closed(state)
+                self._check_closed(state, told=told)
                 self._self_check.follow(state, *self._who)
                 info = self._part_in(state)
                 if info is not None:
@@ -271,12 +286,17 @@ class SteeringHandler(RendezvousHandler):
             return
         self._peer.say(*self._failure, Arrived(*self._who, self._epoch), *news)
 
-    def _check_closed(self, state: Membership) -> None:
+    def _check_closed(self, state: Membership, *, told: bool) -> None:
         if not state.closed:
             return
-        if state.finished and (state.round is None or self._epoch != state.round.epoch):
+        code = exit_code(state, self._epoch, told=told)
+        if code == TOLD_TO_END:
+            self._ends = self._ends or signal.SIGTERM.name
+            logger.info("unickpt: steering: %s; the workers of this host were told to end", printable(state.closed))
+            raise SystemExit(code)
+        if code == 0:
             logger.info("unickpt: steering: %s; this host was not in the last round", printable(state.closed))
-            raise SystemExit(0)
+            raise SystemExit(code)
         raise RendezvousClosedError(f"unickpt: {state.closed}")
 
     def _part_in(self, state: Membership) -> RendezvousInfo | None:

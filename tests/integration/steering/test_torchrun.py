@@ -15,6 +15,7 @@ import pytest
 
 from tests.jobs.steering.agents import LIMIT_S, Agents, host_of
 from tests.jobs.steering.worker import SAVE, STEP_S
+from unickpt.cli.main import main
 from unickpt.steering.state.admission import FRESH_S
 
 MOST_LOST = (FRESH_S[1] + 3.0) / STEP_S  # steps between a commit and the last moment at which a round grows after it
@@ -113,6 +114,26 @@ def test_all_ranks_save_one_step_when_a_host_is_told_to_end(job: Agents) -> None
     assert "has received SIGTERM: all ranks save at the same step boundary, and end with exit code 143" in said
     assert "attempts left" not in said, "no restart is used up"
     job.finish()
+
+
+@pytest.mark.parametrize("job", [("1:2",)], ids=["1:2"], indirect=True)
+def test_a_person_ends_the_job_and_so_does_a_worker_that_is_told_alone(job: Agents) -> None:
+    """In both cases all ranks save, the exit code is 143, and the next start goes on."""
+    job.program[0] = str(Path(__file__).parents[2] / "jobs/steering/stopping_worker.py")
+    for name in ("n1", "n2"):
+        job.start(name)
+    first = job.round("", world=2)
+    assert main(["hosts", "end", "--rdzv-endpoint", job.endpoint, "--rdzv-id", job.identifier]) == 0
+    assert [job.running.pop(name).wait(60) for name in ("n1", "n2")] == [-signal.SIGTERM] * 2, job.text()
+    saved = {line.split()[3] for line in (job.folder / "ends").read_text().splitlines()}
+    assert len(saved) == 1, "both have saved the same step"
+    assert "attempts left" not in job.text(), "no restart is used up"
+    (job.folder / "starts").unlink()
+    job.start("n1", "--max-restarts", "0")
+    (second,) = job.round("", world=1)
+    assert second.step == int(*saved) > first[0].step
+    os.kill(second.pid, signal.SIGTERM)  # only the worker: with restarts left, torchrun would start it again
+    assert job.running.pop("n1").wait(60) == -signal.SIGTERM, job.text()
 
 
 @pytest.mark.parametrize("job", [("1:2", 8)], ids=["1:2"], indirect=True)

@@ -110,17 +110,23 @@ for step in range(3):
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
 from unickpt.diagnosis import session
-print(session.folder())
+state = session._process._session._recorder.state
+trains = state.phase
+model.module.eval()
+model.module(torch.ones(1, 2))
+print(trains, state.phase, session.folder())
 """
 
 
-def test_the_reducer_of_the_model_that_begins_the_timing_is_recorded(tmp_path: Path) -> None:
+def test_the_reducer_of_the_model_that_begins_the_timing_is_recorded_and_its_evaluation_seen(tmp_path: Path) -> None:
     """Under ``unickpt watch`` a program has no call of its own: timing begins while its model is made."""
     variables = environment(REPO, UNICKPT_TIMING="1", UNICKPT_AUTOLOAD="1", MASTER_PORT=str(os.getpid()))
     command = [sys.executable, "-c", UNCHANGED, str(tmp_path)]
     done = subprocess.run(command, env=variables, check=True, timeout=120, capture_output=True, text=True)
-    folder = Path(done.stdout.split()[-1])
+    trains, evaluates, name = done.stdout.split()
+    folder = Path(name)
     try:
+        assert (int(trains), int(evaluates)) == (Phase.UNKNOWN, Phase.EVALUATION)
         records = read_folder(folder).ranks[0].records
         reduced = records[(records["op"] == Op.ALL_REDUCE) & (records["flags"] & int(Flag.FROM_NATIVE) > 0)]
         assert reduced["step"].tolist() == [0, 1, 2]

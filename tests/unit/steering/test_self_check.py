@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.unit.steering.checked_events import AT_ONCE, arrive, connect, members, run, started
-from tests.unit.steering.peers import KEY, Job, hosts, until
+from tests.unit.steering.peers import KEY, Job, Slowly, hosts, until
 from unickpt.steering.links import self_check, self_measure
 from unickpt.steering.links.self_check import SelfCheck, partners
 from unickpt.steering.state.hosts import host_rows
@@ -356,6 +356,33 @@ def peers() -> Iterator[Job]:
     yield made
     for peer in made.peers:
         peer.close()
+
+
+@pytest.mark.parametrize("start_check", ["refuse", "log"])
+def test_a_host_with_a_slow_network_stack_is_refused_when_the_job_starts(
+    monkeypatch: pytest.MonkeyPatch, start_check: str
+) -> None:
+    """Real agents and measured connections. What a process measures would depend on what else this machine does."""
+    monkeypatch.setattr(self_check, "run_isolated", lambda *_, **__: subprocess.Popen(["echo", '[9, 0, 9, "", 0]'], stdout=-1))
+    monkeypatch.setattr(self_check, "LINK_S", 0.3)
+    monkeypatch.setattr(self_check, "REPEAT_S", 0.0)
+    job = Job(Limits(1, 3, join_s=60.0, expiry_s=60.0, check_share=0.2, start_check=start_check))
+    try:
+        peers = [job.start("a")]
+        until(lambda: peers[0].leads)
+        peers += [job.start(name) for name in ("b", "c")]
+        until(lambda: all(hosts(peer) == {"a", "b", "c"} for peer in peers))
+        slow = Slowly(peers[2].address, 5e6)
+        for peer, addresses in zip(peers, (peers[0].loopbacks, peers[1].loopbacks, [slow.address]), strict=True):
+            check = SelfCheck(KEY, lambda addresses=addresses: addresses, peer.read, peer.keep)  # type: ignore[misc]
+            check.follow(peer.read(), peer.name, peer.incarnation)
+        state: Any = until(lambda: (now := peers[1].read()) and now.orders and now)
+        assert list(state.parked) == (["c"] if start_check == "refuse" else [])
+        assert [order.text.partition("START_CHECK: ")[2].partition(":")[0] for order in state.orders] == ["loop-back"]
+        slow.close()
+    finally:
+        for peer in job.peers:
+            peer.close()
 
 
 def test_an_agent_measures_itself_its_loop_back_and_a_link_when_the_job_starts(peers: Job) -> None:

@@ -18,7 +18,17 @@ from tests.unit.steering.peers import until
 from unickpt.base.failure_kinds import FailureKind, Remedy
 from unickpt.base.round_folder import RINGS, RINGS_JOB, Failed, note_failure, read_failure, remove_note
 from unickpt.steering.host.workers import EndedWorkers
-from unickpt.steering.state.membership import Arrived, Committed, JobPhase, Leaving, Left, Membership, WorkerFailed, must_stop
+from unickpt.steering.state.membership import (
+    Arrived,
+    Committed,
+    JobPhase,
+    Leaving,
+    Left,
+    Membership,
+    WorkerFailed,
+    exit_code,
+    must_stop,
+)
 from unickpt.steering.wire.codec import event_as_json, event_from_json, state_as_json, state_from_json
 from unickpt.testing.launch import environment
 
@@ -171,6 +181,42 @@ def test_the_agent_says_why_its_first_worker_has_failed(tmp_path: Path) -> None:
     late = Failed("KeyError a.py:1", "KeyError: 'x' (a.py:1)", True, FailureKind.PROGRAM, Remedy.STOP)
     assert ended("exit 1", noted=late) == replace(late, text="rank 0: KeyError: 'x' (a.py:1)")
     assert ended("exit 1", noted=replace(late, kind=FailureKind.CONNECTION, remedy=Remedy.RESTART, excused=False)) is None
+
+
+def test_workers_that_were_told_to_end_are_no_error(tmp_path: Path) -> None:
+    def told(*programs: str) -> bool:
+        watch = EndedWorkers((b"OF=test",), tmp_path, frozenset, lambda _: None)
+        workers = [
+            subprocess.Popen(["/bin/sh", "-c", f"sleep 0.3; {program}"], env={"OF": "test", "RANK": str(rank)})
+            for rank, program in enumerate(programs)
+        ]
+        try:
+            assert not watch.told_to_end(), "nobody has ended"
+            until(lambda: len(watch._ranks) == len(programs))
+            for process in workers:
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            until(lambda: len(watch._exits.known) == len(programs))
+            return watch.told_to_end()
+        finally:
+            watch.close()
+            for process in workers:
+                process.wait()
+            remove_note(tmp_path)
+
+    assert told("exit 143", "sleep 0.3; exit 1"), "the first end counts"
+    assert told("kill -TERM $$")
+    assert not told("exit 1", "sleep 0.3; exit 143")
+    assert not told("kill -KILL $$")
+
+
+def test_the_exit_code_of_an_agent_that_comes_to_a_closed_job() -> None:
+    state = replace(job(), closed="the program has finished on h1", finished=True)
+    epoch = epoch_of(state)
+    assert exit_code(state, epoch, told=False) == 1, "its workers have failed in the last round"
+    assert exit_code(state, epoch, told=True) == 143
+    assert exit_code(state, (0, 0), told=False) == 0, "a spare"
+    assert exit_code(replace(state, finished=False), (0, 0), told=False) == 1
+    assert exit_code(replace(state, finished=False), epoch, told=True) == 143
 
 
 TOLD = """

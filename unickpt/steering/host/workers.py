@@ -113,6 +113,12 @@ class EndedWorkers:
         with self._lock:
             self._closed.set()
 
+    def told_to_end(self) -> bool:
+        """Return whether the first worker that has ended on this host was told to: it exits as by a signal such as SIGTERM."""
+        ends = [self._exits.known[pid] for pid in self._ranks if pid in self._exits.known]
+        status = min(ends, key=lambda end: end.at_ns).status if ends else None
+        return status is not None and status.asked
+
     def failure(self) -> Failed | None:
         """Return why the first worker that has failed on this host ended, if a restart may not help.
 

@@ -24,6 +24,7 @@ from unickpt.steering.state.limits import Limits
 from unickpt.steering.state.scores import Score
 
 NEVER_S = float("inf")
+TOLD_TO_END = 143  # exit code of a program that was told to end by SIGTERM, as a shell shows it
 PERSON = "PERSON"  # cause of an order that a person has given
 
 
@@ -457,6 +458,19 @@ def must_stop(state: Membership, epoch: tuple[int, int]) -> bool:
     if state.closed:
         return True
     return state.round.epoch != epoch or state.phase is not JobPhase.RUNNING
+
+
+def exit_code(state: Membership, epoch: tuple[int, int], *, told: bool) -> int:
+    """Return the exit code of an agent that comes to a closed job.
+
+    Args:
+        state: the job.
+        epoch: last round of the agent.
+        told: whether its workers were told to end, and have ended by themselves.
+    """
+    if told:
+        return TOLD_TO_END
+    return 0 if state.finished and (state.round is None or epoch != state.round.epoch) else 1
 
 
 def leaves_no_boundary(state: Membership, orders: Iterable[GivenOrder]) -> str:
