@@ -1,9 +1,10 @@
 """What others wait for before a job records: a rank that loads, compiles, is stopped, or whose host has not come.
 
 From the import of torch on, a thread of each rank looks once a second where its main thread is, until the rank records. It
-tells the others by the store of the launcher, so nothing of torch is wrapped, and no collective is added. When ranks have
-waited in ``init_process_group``, or in an early collective, for ten seconds, one of them says who has not come there, and where
-it is.
+tells the others by the store of the launcher, so nothing of torch is wrapped, and no collective is added: at once if it is
+elsewhere or in another state than it has told, and more and more seldom if not. When ranks have waited in
+``init_process_group``, or in an early collective, for ten seconds, one of them says who has not come there, and where it is. It
+says so up to two seconds later if a rank may be stopped, and has said that it tells of itself no sooner.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ from unickpt.diagnosis.host.early_stacks import EARLY
 from unickpt.diagnosis.host.process_state import State, state_of
 from unickpt.diagnosis.host.stack_dumps import Frame, own_frames
 
-LOOK_S, TOLD_S, KNOWN_S, SAID_S = 1.0, 3.0, 6.0, 10.0  # each look; a rank tells of itself; of its neighbours; what is missing
+LOOK_S, TOLD_S = 1.0, 3.0  # each look; a rank tells of itself
+KNOWN_S, SEEN_S, SAID_S = 3.0, 6.0, 10.0  # of a wait: a rank asks for others; tells of its neighbours; says who is missing
+REST_S = 5.0  # longest interval at which a rank tells of itself that nothing has changed, and asks for others that it waits for
+CERTAIN_S = 12.0  # after which it is said who is missing, even if it is not known whether that rank is stopped
 AGAIN_S = 120.0  # after which a wait that lasts is told again
-TURN_S = 0.5  # a rank asks all others so much later than the rank before it, as that costs the store a request for each
+TURN_S = 0.7  # a rank asks all others so much later than the rank before it, as that costs the store a request for each
 CONNECT_S, SILENT_S = 2.0, 3.0
 LATER_CALLS, LONGEST_S = 200, 3600.0  # a job that has done so many collectives, or runs for so long, has started
 C10D, WRAPPER = os.path.join("torch", "distributed", "distributed_c10d.py"), "wrapper"
@@ -49,6 +53,7 @@ class StartNote:
         looks: counts its looks: a process that is stopped tells nothing new.
         state: of its main thread.
         stack: innermost frames of the main thread.
+        every_s: seconds until it tells again, if nothing changes.
     """
 
     host: str
@@ -59,6 +64,7 @@ class StartNote:
     looks: int = 0
     state: State = State.UNKNOWN
     stack: tuple[Frame, ...] = ()
+    every_s: float = LOOK_S
 
     def text(self) -> bytes:
         """The note for the store."""
@@ -76,7 +82,7 @@ class StartNote:
             )
             return StartNote(
                 str(raw["host"]), int(raw["pid"]), int(raw["first"]), str(raw["waits"]), int(raw["since_ns"]),
-                int(raw["looks"]), State(raw["state"]), stack,
+                int(raw["looks"]), State(raw["state"]), stack, min(float(raw.get("every_s", LOOK_S)), REST_S),
             )  # fmt: skip
         return None
 
@@ -114,6 +120,43 @@ def calls_so_far() -> int:
         return 0
 
 
+class Pace:
+    """When to tell: at once if there is something new, then after one look, and each time after twice as long."""
+
+    def __init__(self) -> None:
+        self._told: object = None
+        self._next_s, self._every_s = 0.0, LOOK_S
+
+    def due(self, what: object, now_s: float) -> float:
+        """Return after how many seconds to tell again, if it is to be told now; 0 if not.
+
+        Args:
+            what: what there is to tell.
+            now_s: time on a monotonic clock.
+        """
+        new = what != self._told
+        if not new and now_s < self._next_s:
+            return 0.0
+        self._every_s = LOOK_S if new else min(2 * self._every_s, REST_S)
+        self._told, self._next_s = what, now_s + self._every_s
+        return self._every_s
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What this rank has heard of another one.
+
+    Attributes:
+        looks: newest ``StartNote.looks``.
+        since_s: when that was new.
+        again: whether the other one has told something since this rank asks.
+    """
+
+    looks: int
+    since_s: float
+    again: bool
+
+
 class StartWatch:
     """Thread of one rank. No method raises.
 
@@ -134,7 +177,8 @@ class StartWatch:
         self._call: tuple[str, int] = ("", 0)
         self._since_s = 0.0
         self._store: Any = None
-        self._looked: dict[int, tuple[int, float]] = {}  # newest count of looks of each rank, and since when
+        self._news: dict[int, News] = {}
+        self._tells, self._asked_s = Pace(), 0.0
         self._said_s = 0.0
         self._start = (os.environ.get(RUN_ID, ""), _start_of_workers())
 
@@ -169,13 +213,18 @@ class StartWatch:
             self._note = replace(self._note, waits=call[0], since_ns=time.time_ns())
         if now_s - self._begun_s < TOLD_S:
             return
-        stack = own_frames(frame)
-        self._note = replace(self._note, looks=self._note.looks + 1, state=state_of(os.getpid()), stack=stack)
+        self._note = replace(self._note, state=state_of(os.getpid()), stack=own_frames(frame))
         del frame
-        if self._connected():
-            self._store.set(self._key(TOLD, self._rank), self._note.text())
+        what = self._connected(), self._note.waits, self._note.state, self._note.stack
+        every_s = self._tells.due(what, now_s)
+        if every_s:
+            self._note = replace(self._note, looks=self._note.looks + 1, every_s=every_s)
+            if self._store is not None:
+                self._store.set(self._key(TOLD, self._rank), self._note.text())
         waits_s = now_s - self._since_s if call[0] else 0.0
-        if waits_s >= KNOWN_S:
+        rests = waits_s > CERTAIN_S + REST_S and now_s - self._asked_s < REST_S
+        if waits_s >= KNOWN_S and not rests:
+            self._asked_s = now_s
             self._speak(waits_s)
 
     def _connected(self) -> bool:
@@ -200,19 +249,20 @@ class StartWatch:
         now_s = time.monotonic()
         asks = self._asks(waits_s)
         notes = {**self._notes(TOLD, self._everyone() if asks else self._host_ranks()), self._rank: self._note}
-        for rank, one in notes.items():
-            if self._looked.get(rank, (-1, 0.0))[0] != one.looks:
-                self._looked[rank] = one.looks, now_s
-        silent = {rank for rank in notes if rank != self._rank and now_s - self._looked[rank][1] > SILENT_S}
+        silent = self._silent(notes, now_s)
         waiters = {rank for rank, one in notes.items() if one.waits == self._note.waits and rank not in silent}
         here = min(rank for rank in waiters if notes[rank].first == self._first)
-        seen = self._neighbours({rank for rank in notes if rank not in silent}) if here == self._rank else {}
+        looks = here == self._rank and waits_s >= SEEN_S
+        seen = self._neighbours({rank for rank in notes if rank not in silent}) if looks else {}
         if self._store is None:  # neighbours wait, too
             waiters |= {rank for rank, one in seen.items() if any(each.function == self._note.waits for each in one.stack)}
         for rank, one in seen.items() if self._store is not None else ():
             self._store.set(self._key(SEEN, rank), one.text())
         told_lately = self._said_s and now_s - self._said_s < AGAIN_S
         if not asks or waits_s < SAID_S or told_lately or min(waiters) != self._rank:
+            return
+        uncertain = any(not self._news[rank].again for rank in notes.keys() - waiters - silent)
+        if uncertain and waits_s < CERTAIN_S:
             return
         seen = {**self._notes(SEEN, self._everyone()), **seen}
         missing = {rank: one for rank, one in notes.items() if rank not in waiters}
@@ -226,6 +276,15 @@ class StartWatch:
         if self._store is not None:
             self._store.set(self._key(SAID, 0), self._note.waits.encode())
         self._say(sorted(waiters), missing)
+
+    def _silent(self, notes: Mapping[int, StartNote], now_s: float) -> set[int]:
+        """Return the ranks that have not told what they had to tell by now."""
+        for rank, one in notes.items():
+            before = self._news.get(rank)
+            if before is None or before.looks != one.looks:
+                self._news[rank] = News(one.looks, now_s, before is not None)
+        others = notes.keys() - {self._rank}
+        return {rank for rank in others if now_s - self._news[rank].since_s > notes[rank].every_s + SILENT_S}
 
     def _asks(self, waits_s: float) -> bool:
         """Return whether it is the turn of this rank to ask all others, unless another one has said who is missing."""

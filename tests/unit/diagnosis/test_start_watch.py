@@ -24,7 +24,7 @@ from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.recording.launched import AbsentRank
 from unickpt.diagnosis.reports.start_text import waiting_text
-from unickpt.diagnosis.start_watch import StartNote, StartWatch, call_of
+from unickpt.diagnosis.start_watch import Pace, StartNote, StartWatch, call_of
 from unickpt.testing.launch import environment
 
 LOADS = (Frame("read", "torch/data.py", 3), Frame("load", "run/train.py", 9, own=True))
@@ -114,10 +114,12 @@ def test_one_rank_says_it_for_all(store: TCPStore, caplog: pytest.LogCaptureFixt
     before = StartNote("machine", 102, state=State.RUNNING)  # from outside, before it has told of itself
     store.set(watch(2, stack=LOADS)._key(start_watch.SEEN, 2), before.text())
     with caplog.at_level("INFO", "unickpt"):
+        waiting[0]._speak(11.0)
+        assert not caplog.messages, "rank 2 may be stopped, and has not told again yet"
         for one in reversed(waiting):
-            one._speak(11.0)
+            one._speak(12.0)
         assert [each for each in caplog.messages if "wait since" in each] == [caplog.messages[0]]
-        waiting[0]._speak(12.0)
+        waiting[0]._speak(13.0)
     first, then = caplog.messages
     assert "ranks 0, 1 wait since " in first
     assert (
@@ -138,7 +140,7 @@ def test_nothing_is_said_at_once_nor_if_all_have_come(
     one._speak(9.0)
     for rank in (1, 2, 3):
         watch(rank, "barrier #1")
-    one._speak(11.0)
+    one._speak(13.0)
     assert not caplog.messages
 
 
@@ -148,13 +150,36 @@ def test_a_rank_that_tells_nothing_new_is_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("unickpt"), "propagate", True)
-    monkeypatch.setattr(start_watch, "SILENT_S", 0.0)
+    monkeypatch.setattr(start_watch, "SILENT_S", -1.0)  # and so at once
     one = watch(0, "barrier #1")
     watch(1, "barrier #1")
     watch(2, stack=LOADS)
     one._speak(7.0)
     one._speak(11.0)
     assert "rank 2 has not come there: process 102 on n1 has not said where it is for some seconds" in caplog.messages[0]
+
+
+def test_a_rank_tells_at_once_what_is_new_and_more_seldom_what_is_not() -> None:
+    pace = Pace()
+    told = {at: every for at in range(40) if (every := pace.due("loads" if at < 30 else "compiles", float(at)))}
+    assert told == {0: 1.0, 1: 2.0, 3: 4.0, 7: 5.0, 12: 5.0, 17: 5.0, 22: 5.0, 27: 5.0, 30: 1.0, 31: 2.0, 33: 4.0, 37: 5.0}
+
+
+@pytest.mark.parametrize("stops_at", [*range(0, 40, 3), 1000])
+@pytest.mark.parametrize("asked_at", range(0, 40, 3))
+def test_it_is_certain_within_twelve_seconds_whether_a_rank_is_stopped(stops_at: int, asked_at: int) -> None:
+    """A rank that does not stop is never taken for stopped, and has told again by then."""
+    one, pace, note = StartWatch(0, 2, 0, 2), Pace(), StartNote("n1", 17, looks=0)
+    begun_s = asked_at - start_watch.KNOWN_S
+    for now in range(asked_at + 30):
+        if now < stops_at and (every_s := pace.due("loads", float(now))):
+            note = replace(note, looks=note.looks + 1, every_s=every_s)
+        if now >= asked_at:
+            silent = one._silent({1: note}, now + 0.5)
+            late = now + 0.5 - begun_s >= start_watch.CERTAIN_S
+            assert not silent or stops_at < now
+            assert not late or silent or one._news[1].again
+            assert silent or stops_at > now - 10 or now < asked_at + 10
 
 
 def test_who_watches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,8 +233,7 @@ def test_ranks_ask_all_others_in_turn_until_one_has_said_who_is_missing() -> Non
     watches = {rank: StartWatch(rank, 4096, rank // 8 * 8, 8) for rank in (0, 10, 4000)}
     for watch in watches.values():
         watch._store, watch._note = store, replace(watch._note, waits="init_process_group")
-    at_ten_s = [rank for rank, watch in watches.items() if watch._asks(start_watch.SAID_S)]
-    assert at_ten_s == [0]
+    assert [rank for rank, watch in watches.items() if watch._asks(start_watch.SAID_S - 0.1)] == [0]
     assert watches[10]._asks(12.0)
     assert list(watches[10]._host_ranks()) == list(range(8, 16))
     watches[0]._store.set(watches[0]._key(start_watch.SAID, 0), b"init_process_group")
