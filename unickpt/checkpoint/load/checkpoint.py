@@ -198,6 +198,9 @@ class Checkpoint:
         stats.bytes_read += rest.bytes_read
         stats.bytes_needed += rest.bytes_needed
         stats.seconds = time.monotonic() - begin
+        for request in planned.requests:  # torch does not see what the extension writes
+            if not request.out.is_inference():
+                torch.autograd.graph.increment_version(request.out)
         return stats
 
     def fill_from_page_cache(self, requests: Sequence[Request], *, ranks: int) -> bool:
