@@ -1,0 +1,43 @@
+"""What a job may ask of the witness."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from unickpt.base.errors import ConfigError
+from unickpt.training.witness.settings import DEFAULT, Settings, settings_of
+
+
+def test_it_is_off_by_default() -> None:
+    assert settings_of(None) is None
+    assert settings_of({}) == Settings(50, DEFAULT, False)
+
+
+def test_settings_survive_json() -> None:
+    settings = Settings(every=7, checks=("rest",))
+    assert settings_of(settings.as_json()) == settings
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (True, 'must be an object such as {"every": 50}, not True'),
+        ({"evry": 3}, '"witness.evry" is not an option; did you mean "witness.every"?'),
+        ({"every": 0}, "at least 1, not 0"),
+        ({"every": 2.5}, "must be a whole number of steps"),
+        ({"every": True}, "must be a whole number of steps"),
+        ({"checks": []}, "must be a list of checks"),
+        ({"checks": "rest"}, "must be a list of checks"),
+        ({"checks": ["self"]}, 'the check "self" does not exist yet'),
+        ({"checks": ["rests"]}, "there is no check 'rests'"),
+        ({"checks": [3]}, "there is no check 3"),
+        ({"act": 1}, "must be true or false"),
+        ({"act": True}, "cannot take hosts out yet"),
+    ],
+)
+def test_wrong_settings_are_refused(section: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        settings_of(section)
+    assert message in str(refused.value)

@@ -1,0 +1,145 @@
+"""From the values of several ranks, which should be equal, to a verdict. Texts are in ``words``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+AGREEING = 2  # other ranks, or other hosts, that a verdict needs
+
+
+class Kind(str, Enum):
+    """What a verdict says.
+
+    Attributes:
+        SDC_COMPUTE: a rank computes a layer or a gradient otherwise than others with the same input.
+        SDC_REPLICA: a rank holds another value of a tensor than the others that hold copies.
+        SDC_AT_REST: a tensor changed between two steps of the optimizer.
+        SDC_UPDATE: a rank's step of the optimizer has another result than its repetition by others.
+        NONDETERMINISTIC: a rank's repetitions differ among themselves, so the check cannot judge.
+        NO_MAJORITY: values differ, and fewer than two others agree against one.
+    """
+
+    SDC_COMPUTE = "SDC_COMPUTE"
+    SDC_REPLICA = "SDC_REPLICA"
+    SDC_AT_REST = "SDC_AT_REST"
+    SDC_UPDATE = "SDC_UPDATE"
+    NONDETERMINISTIC = "NONDETERMINISTIC"
+    NO_MAJORITY = "NO_MAJORITY"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is voted on.
+
+    Attributes:
+        what: name of a tensor or a layer.
+        step: optimizer step, from 1.
+        micro_batch: of the step, from 0; None where all of a step counts.
+    """
+
+    what: str
+    step: int
+    micro_batch: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ballot:
+    """The value of one rank.
+
+    Attributes:
+        rank: global rank.
+        host: its host.
+        values: hashes: one, or those of several repetitions by this rank.
+    """
+
+    rank: int
+    host: str
+    values: tuple[int, ...]
+
+    @property
+    def steady(self) -> bool:
+        """Whether all repetitions gave the same."""
+        return len(set(self.values)) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the votes say.
+
+    Attributes:
+        kind: what it is.
+        check: the suspicion that was voted on: ``kind`` itself, if there is a majority.
+        subject: what, and when.
+        ranks: ranks whose value is wrong; of NO_MAJORITY, those with different values; of NONDETERMINISTIC, those whose
+            repetitions differ. Ascending.
+        hosts: their hosts, in the same order.
+        agreeing_ranks: number of ranks that agree.
+        blamed: those of ``hosts`` that at least two other hosts contradict in agreement.
+    """
+
+    kind: Kind
+    check: Kind
+    subject: Subject
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    agreeing_ranks: int = 0
+    blamed: tuple[str, ...] = ()
+
+
+def vote(check: Kind, subject: Subject, ballots: Sequence[Ballot]) -> Verdict | None:
+    """Return the verdict of the ranks' values; None if all are equal.
+
+    A rank is named only if at least two others, and more than half of all, have one other value. Its host is blamed only if two
+    of these are on two other hosts.
+    """
+    ballots = sorted(ballots, key=lambda each: each.rank)
+    unsteady = [each for each in ballots if not each.steady]
+    if unsteady:
+        return _verdict(Kind.NONDETERMINISTIC, check, subject, unsteady)
+    counts = Counter(each.values[0] for each in ballots)
+    if len(counts) < 2:
+        return None
+    (value, number), *_ = counts.most_common(1)
+    if number < AGREEING or 2 * number <= len(ballots):
+        return _verdict(Kind.NO_MAJORITY, check, subject, ballots)
+    others = [each for each in ballots if each.values[0] != value]
+    hosts = {each.host for each in ballots if each.values[0] == value}
+    blamed = tuple(sorted({each.host for each in others if len(hosts - {each.host}) >= AGREEING}))
+    return _verdict(check, check, subject, others, number, blamed)
+
+
+def changed_at_rest(subject: Subject, ballots: Sequence[Ballot], *, changed: Sequence[int], ranks: int) -> Verdict | None:
+    """Return the verdict about a tensor that changed on some ranks between two steps; None if it is the program's doing.
+
+    If it changed on half of the ranks or more, and on several, the program wrote to it. A rank that changed is named if two
+    others that hold the same part did not: what the program writes may depend on the values.
+
+    Args:
+        subject: the tensor, and the step after which it changed.
+        ballots: of the ranks that hold the same part. Their values do not count.
+        changed: all ranks on which it changed, whatever part they hold.
+        ranks: number of ranks of the job.
+    """
+    told = [Ballot(each.rank, each.host, (int(each.rank in changed),)) for each in ballots]
+    own = [each for each in told if each.values[0]]
+    if not own or any(len(some) > 1 and 2 * len(some) >= number for some, number in ((changed, ranks), (own, len(told)))):
+        return None
+    verdict = vote(Kind.SDC_AT_REST, subject, told)
+    if verdict is not None and verdict.kind is Kind.SDC_AT_REST:
+        return verdict
+    return _verdict(Kind.NO_MAJORITY, Kind.SDC_AT_REST, subject, own)
+
+
+def _verdict(
+    kind: Kind,
+    check: Kind,
+    subject: Subject,
+    of: Sequence[Ballot],
+    agreeing_ranks: int = 0,
+    blamed: tuple[str, ...] = (),
+) -> Verdict:
+    ranks, hosts = tuple(each.rank for each in of), tuple(each.host for each in of)
+    return Verdict(kind, check, subject, ranks, hosts, agreeing_ranks, blamed)
