@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch_unickpt.dcp.storage import UnickptReader, UnickptWriter
     from torch_unickpt.loading.load_training import StartingPoint, load_training, resume_or_start
     from torch_unickpt.saving.save_training import save_training
+    from torch_unickpt.witnessing.watch import Witness, witness
     from unickpt.base.options.job import MemoryOptions
 
 _MODULES = {
@@ -19,6 +20,7 @@ _MODULES = {
     "torch_unickpt.dcp.storage": ("UnickptReader", "UnickptWriter"),
     "torch_unickpt.loading.load_training": ("StartingPoint", "load_training", "resume_or_start"),
     "torch_unickpt.saving.save_training": ("save_training",),
+    "torch_unickpt.witnessing.watch": ("Witness", "witness"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -27,9 +29,11 @@ __all__ = [
     "StartingPoint",
     "UnickptReader",
     "UnickptWriter",
+    "Witness",
     "load_training",
     "resume_or_start",
     "save_training",
+    "witness",
 ]
 
 

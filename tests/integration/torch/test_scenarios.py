@@ -12,6 +12,7 @@ from tests.jobs.torch import (  # noqa: F401
     scenarios_late_copies,
     scenarios_libraries,
     scenarios_training,
+    scenarios_witness,
     scenarios_writers,
 )
 from tests.jobs.torch.registry import REGISTRY

@@ -13,12 +13,14 @@ import torch.distributed as dist
 
 import torch_unickpt.dcp.switched
 import torch_unickpt.loading.load_training
-import torch_unickpt.saving.save_training  # noqa: F401  # once, before the forks
+import torch_unickpt.saving.save_training
+import torch_unickpt.witnessing.watch  # noqa: F401  # once, before the forks
 from tests.jobs.torch import (  # noqa: F401
     scenarios_dcp,
     scenarios_late_copies,
     scenarios_libraries,
     scenarios_training,
+    scenarios_witness,
     scenarios_writers,
 )
 from tests.jobs.torch.registry import REGISTRY

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-AGREEING = 2  # other ranks, or other hosts, that a verdict needs
+AGREEING = 2  # other hosts that blame one
 
 
 class Kind(str, Enum):
@@ -92,7 +92,7 @@ class Verdict:
 def vote(check: Kind, subject: Subject, ballots: Sequence[Ballot]) -> Verdict | None:
     """Return the verdict of the ranks' values; None if all are equal.
 
-    A rank is named only if at least two others, and more than half of all, have one other value. Its host is blamed only if two
+    A rank is named only if more than half of all, so at least two others, have one other value. Its host is blamed only if two
     of these are on two other hosts.
     """
     ballots = sorted(ballots, key=lambda each: each.rank)
@@ -103,7 +103,7 @@ def vote(check: Kind, subject: Subject, ballots: Sequence[Ballot]) -> Verdict | 
     if len(counts) < 2:
         return None
     (value, number), *_ = counts.most_common(1)
-    if number < AGREEING or 2 * number <= len(ballots):
+    if 2 * number <= len(ballots):  # a majority of different values has at least two
         return _verdict(Kind.NO_MAJORITY, check, subject, ballots)
     others = [each for each in ballots if each.values[0] != value]
     hosts = {each.host for each in ballots if each.values[0] == value}

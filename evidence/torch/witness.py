@@ -1,0 +1,258 @@
+"""Flips of bits that ``torch_unickpt.witness`` must name, sound steps that it must not, and what its checks cost.
+
+torchrun --nproc-per-node 3 -m evidence.torch.witness flips [--count 300] [--seed 1]
+torchrun --nproc-per-node 3 -m evidence.torch.witness compute [--count 300] [--seed 1]
+torchrun --nproc-per-node 3 -m evidence.torch.witness sound [--count 5000]
+torchrun --nproc-per-node 2 -m evidence.torch.witness cost [--count 100]
+
+Each prints the rows of a table of ``docs/guides/witness.md`` on rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_unickpt
+from unickpt.training.witness.vote import Kind, Verdict
+
+PLACES = ("weight", "exp_avg", "exp_avg_sq")
+BITS = {torch.float32: 32, torch.bfloat16: 16}
+
+
+class Job:
+    """A training: ``ddp`` or ``fsdp``, in one dtype, with dropout."""
+
+    def __init__(self, kind: str, dtype: torch.dtype, *, width: int = 24, layers: int = 3, batch: int = 6) -> None:
+        torch.manual_seed(0)
+        parts = [
+            part for _ in range(layers) for part in (torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.Dropout(0.1))
+        ]
+        self.module = torch.nn.Sequential(*parts, torch.nn.Linear(width, width)).to(dtype)
+        self.model: Any = DistributedDataParallel(self.module) if kind == "ddp" else fully_shard(self.module)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.dtype, self.width, self.batch, self.kind = dtype, width, batch, kind
+        torch.manual_seed(1 + dist.get_rank())
+
+    def step(self, accumulation: int = 1) -> None:
+        for at in range(accumulation):
+            apart = self.kind == "ddp" and at < accumulation - 1
+            with self.model.no_sync() if apart else nullcontext():
+                self.model(torch.randn(self.batch, self.width).to(self.dtype)).float().square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def tensors(self) -> dict[tuple[str, str], torch.Tensor]:
+        """Return the parts of this rank by place and name. Writes to them are seen by no counter."""
+        found = {}
+        for name, parameter in self.module.named_parameters():
+            for place in PLACES:
+                held: Any = parameter if place == "weight" else self.optimizer.state[parameter][place]
+                held = held.detach()
+                found[place, name] = (held.to_local() if self.kind == "fsdp" else held).data
+        return found
+
+
+def flips(kind: str, dtype: torch.dtype, count: int, seed: int) -> Counter[str]:
+    """Return how many flips were made and named, by place and check."""
+    job, chance, found = Job(kind, dtype), random.Random(seed), Counter[str]()
+    job.step()
+    sound = {key: tensor.clone() for key, tensor in job.tensors().items()}
+    for _ in range(count):
+        watching = torch_unickpt.witness(job.model, job.optimizer, {"every": 1, "checks": ["rest", "replicas"]})
+        job.step()
+        tensors = job.tensors()
+        place, name = chance.choice(sorted(tensors))
+        rank, bit, where = chance.randrange(dist.get_world_size()), chance.randrange(BITS[dtype]), chance.random()
+        if rank == dist.get_rank():
+            bits = tensors[place, name].view({4: torch.int32, 2: torch.int16}[dtype.itemsize]).view(-1)
+            bits[int(where * bits.numel())] ^= torch.tensor(1 << bit).to(bits.dtype)
+        job.step()
+        what = name if place == "weight" else f"{place} of {name}"
+        found[place] += 1
+        for each in watching.verdicts:
+            assert isinstance(each, Verdict)
+            right = each.ranks == (rank,)
+            if Kind.SDC_AT_REST in (each.kind, each.check):
+                found[f"{place} rest" if right and each.subject.what == what else f"{place} wrong"] += 1
+            elif each.subject.what.endswith(name):
+                found[f"{place} {each.kind.value if right else 'wrong'}"] += 1
+            else:
+                found[f"{place} others"] += 1
+        watching.close()
+        for key, tensor in job.tensors().items():
+            tensor.copy_(sound[key])
+    return found
+
+
+class Fault:
+    """A flip in what one rank computes in one step: an activation, its gradient, or the gradient of a parameter.
+
+    It is made once in a step: what repeats a micro-batch computes it soundly. ``values`` has the output and gradients of the
+    step before any reduction, with which a step with the fault is compared with the same one without.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.active: tuple[str, int, int, float] | None = None
+        self.values: list[torch.Tensor] = []
+        self._first = False  # of the calls of a step
+        linear = [each for each in job.module if isinstance(each, torch.nn.Linear)]
+        for at, layer in enumerate(linear):
+            layer.register_forward_hook(partial(self._layer, at))
+            layer.weight.register_hook(partial(self._gradient, at))
+        for parameter in job.module.parameters():
+            parameter.register_hook(self._seen)
+        job.module.register_forward_hook(self._output)
+
+    def begin(self, active: tuple[str, int, int, float] | None) -> None:
+        self.active, self.values, self._first = active, [], True
+
+    def _flip(self, place: str, at: int, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._first or self.active is None or self.active[:2] != (place, at):
+            return tensor
+        flipped = tensor.detach().clone().contiguous()
+        bits = flipped.view({4: torch.int32, 2: torch.int16}[tensor.dtype.itemsize]).view(-1)
+        bits[int(self.active[3] * bits.numel())] ^= torch.tensor(1 << self.active[2]).to(bits.dtype)
+        return flipped
+
+    def _layer(self, at: int, _module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        if self._first and output.requires_grad:
+            output.register_hook(lambda gradient: self._flip("backward", at, gradient))
+        with torch.no_grad():
+            output.data = self._flip("forward", at, output)
+        return output
+
+    def _gradient(self, at: int, gradient: torch.Tensor) -> torch.Tensor:
+        return self._flip("gradient", at, gradient)
+
+    def _seen(self, gradient: torch.Tensor) -> None:
+        if self._first:
+            self.values.append(gradient.detach().clone())
+
+    def _output(self, _module: Any, _args: Any, output: torch.Tensor) -> None:
+        if self._first:
+            self.values.append(output.detach().clone())
+
+    def ends(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """The gradients of the step are there: what follows repeats them."""
+        self._first = False
+
+
+def compute(dtype: torch.dtype, count: int, seed: int) -> Counter[str]:
+    """Return how many flips were made in what a rank computes, how many changed nothing, and how many were named."""
+    job, chance, found = Job("ddp", dtype), random.Random(seed), Counter[str]()
+    fault = Fault(job)
+    job.optimizer.register_step_pre_hook(fault.ends)
+    job.step()
+    sound = {key: tensor.clone() for key, tensor in job.tensors().items()}
+    for _ in range(count):
+        place, at, bit = chance.choice(("forward", "backward", "gradient")), chance.randrange(3), chance.randrange(BITS[dtype])
+        rank, where = chance.randrange(dist.get_world_size()), chance.random()
+        watching = torch_unickpt.witness(job.model, job.optimizer, {"every": 1, "checks": ["buddy"]})
+        ours, state = rank == dist.get_rank(), torch.get_rng_state()
+        fault.begin((place, at, bit, where) if ours else None)
+        job.step()
+        values = fault.values
+        watching.close()
+        for key, tensor in job.tensors().items():
+            tensor.copy_(sound[key])
+        torch.set_rng_state(state)
+        fault.begin(None)
+        job.step()
+        for key, tensor in job.tensors().items():
+            tensor.copy_(sound[key])
+        differs = any(not torch.equal(_bits(a), _bits(b)) for a, b in zip(values, fault.values, strict=True))
+        changed = torch.tensor([differs]).int()
+        dist.all_reduce(changed)
+        right = [each for each in watching.verdicts if isinstance(each, Verdict) and each.ranks == (rank,)]
+        named = [each for each in right if each.kind is Kind.SDC_COMPUTE]
+        found[place] += 1
+        found[f"{place} changed"] += int(changed.item() > 0)
+        found[f"{place} named"] += len(named) == len(watching.verdicts) == 1
+        found[f"{place} wrong"] += len(watching.verdicts) != int(changed.item() > 0) or len(named) != len(watching.verdicts)
+    return found
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def sound(kind: str, dtype: torch.dtype, count: int) -> tuple[int, bool]:
+    """Return how many verdicts sound steps have, and whether the weights are those of a training without a witness."""
+    ends, verdicts = [], 0
+    for options in (None, {"every": 1, "checks": ["rest", "replicas", "nonfinite", *["buddy"] * (kind == "ddp")]}):
+        job = Job(kind, dtype)
+        watching = torch_unickpt.witness(job.model, job.optimizer, options)
+        for at in range(count):
+            job.step(accumulation=1 + at % 3)
+        verdicts += len(watching.verdicts)
+        ends.append(job.tensors())
+        watching.close()
+    return verdicts, all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+
+
+def cost(accumulation: int, count: int) -> Iterator[tuple[str, float]]:
+    """Yield the median time in ms of a step, or of one with a check."""
+    job = Job("ddp", torch.float32, width=1024, layers=8, batch=256)
+    choices: dict[str, Any] = {
+        "off": None,
+        "nonfinite": {"every": count + 1, "checks": ["nonfinite"]},
+        "rest": {"every": 1, "checks": ["rest"]},
+        "replicas": {"every": 1, "checks": ["replicas"]},
+        "buddy": {"every": 1, "checks": ["buddy"]},
+    }
+    times: dict[str, list[float]] = {name: [] for name in choices}
+    for _ in range(3):
+        for name, options in choices.items():
+            watching = torch_unickpt.witness(job.model, job.optimizer, options)
+            for at in range(2 + count // 3):  # the first two prepare
+                dist.barrier()
+                began = time.perf_counter()
+                job.step(accumulation)
+                times[name] += [time.perf_counter() - began] * (at > 1)
+            watching.close()
+    for name, each in times.items():
+        yield name, 1000 * statistics.median(each)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("flips", "compute", "sound", "cost"))
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("unickpt").setLevel(logging.CRITICAL)
+    dist.init_process_group("gloo")
+    for kind, dtype in [(kind, dtype) for kind in ("ddp", "fsdp") for dtype in BITS]:
+        row = ""
+        if given.what == "flips":
+            row = str(sorted(flips(kind, dtype, given.count, given.seed).items()))
+        elif given.what == "compute" and kind == "ddp":
+            row = str(sorted(compute(dtype, given.count, given.seed).items()))
+        elif given.what == "sound":
+            row = str(sound(kind, dtype, given.count))
+        if row and dist.get_rank() == 0:
+            print(f"{kind}, {dtype}: {row}", flush=True)
+    for accumulation in (1, 4) if given.what == "cost" else ():
+        found = [f"{name} {ms:.1f} ms" for name, ms in cost(accumulation, given.count)]
+        if dist.get_rank() == 0:
+            print(f"accumulation {accumulation}: {', '.join(found)}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

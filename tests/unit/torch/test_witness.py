@@ -1,0 +1,204 @@
+"""``torch_unickpt.witness`` in one process: what it installs, refuses and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_unickpt
+from unickpt.base.errors import ConfigError
+from unickpt.training.witness.nonfinite import NonFinite, Place
+from unickpt.training.witness.record import Passed
+from unickpt.training.witness.vote import Kind, Verdict
+
+
+class Log(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.log(x)
+
+
+def model_of() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softplus(), Log(), torch.nn.Linear(4, 2))
+
+
+def step(model: torch.nn.Module, optimizer: Any, *inputs: torch.Tensor, loss: Callable[[Any], Any] = torch.sum) -> None:
+    for each in inputs:
+        loss(model(each)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+GOOD, BAD = torch.ones(3, 4), torch.tensor([[1.0, 1, 1, 1], [1, float("nan"), 1, 1], [1, 1, 1, 1]])
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """Change a bit as a fault of the memory does: no counter of writes notices."""
+    tensor.data.view(torch.int32).view(-1)[1] ^= 1
+
+
+def hooks_of(model: torch.nn.Module, optimizer: Any) -> int:
+    found = sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules())
+    return found + len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+
+
+def test_it_is_off_without_options_and_leaves_nothing_behind() -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = hooks_of(model, optimizer)
+    off = torch_unickpt.witness(model, optimizer, None)
+    assert hooks_of(model, optimizer) == before
+    assert (off.verdicts, off.passed) == ([], Passed(0, ()))
+    off.close()
+    on = torch_unickpt.witness(model, optimizer, {})
+    assert hooks_of(model, optimizer) > before
+    on.close()
+    assert hooks_of(model, optimizer) == before
+    assert not optimizer.state
+
+
+def test_what_it_cannot_watch_is_refused() -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match='the check "update" does not exist yet'):
+        torch_unickpt.witness(model, optimizer, {"checks": ["update"]})
+    with pytest.raises(ConfigError, match="there is no optimizer"):
+        torch_unickpt.witness(model, None, {})
+    silent = torch.optim.AdamW(model.parameters(), capturable=True)
+    with pytest.raises(ConfigError, match="calls no hook"):
+        torch_unickpt.witness(model, silent, {})
+    compiled = torch.compile(model)
+    with pytest.raises(ConfigError, match='"nonfinite" sees no layers of a compiled model'):
+        torch_unickpt.witness(compiled, optimizer, {})
+    torch_unickpt.witness(compiled, optimizer, {"checks": ["rest"]}).close()
+
+
+def test_a_flip_at_rest_is_told_once_and_the_doing_of_the_program_is_not() -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    watching = torch_unickpt.witness(model, optimizer, {"every": 2, "checks": ["rest"]}, step=100)
+    step(model, optimizer, GOOD)
+    flip(model[0].weight)  # after a step that is not checked
+    step(model, optimizer, GOOD)
+    with torch.no_grad():
+        model[3].weight.add_(1)
+    model[3].bias.data = model[3].bias.data + 1  # other memory
+    optimizer.load_state_dict(optimizer.state_dict())  # other tensors
+    step(model, optimizer, GOOD)
+    step(model, optimizer, GOOD)
+    assert watching.verdicts == []
+    flip(optimizer.state[model[0].weight]["exp_avg"])
+    step(model, optimizer, GOOD)
+    (found,) = watching.verdicts
+    assert isinstance(found, Verdict)
+    assert (found.kind, found.check, found.subject.what, found.subject.step, found.ranks) == (
+        Kind.NO_MAJORITY, Kind.SDC_AT_REST, "exp_avg of 0.weight", 104, (0,),
+    )  # fmt: skip
+    assert watching.passed == Passed(102, ("rest",))
+
+
+def test_a_program_that_writes_to_everything_leaves_nothing_to_compare(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = torch_unickpt.witness(model, optimizer, {"every": 1, "checks": ["rest"]})
+    for _ in range(3):
+        step(model, optimizer, GOOD)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1)
+    assert (watching.verdicts, watching.passed) == ([], Passed(0, ("rest",)))
+    assert caplog.text.count("the check rest sees nothing") == 1
+
+
+def test_the_first_layer_and_micro_batch_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = torch_unickpt.witness(model, optimizer, {"checks": ["nonfinite"]})
+    step(model, optimizer, GOOD, GOOD)
+    assert watching.verdicts == []
+    step(model, optimizer, GOOD, BAD, BAD)
+    (found,) = watching.verdicts
+    assert isinstance(found, NonFinite)
+    assert (found.place, found.step, found.rank) == (Place("0", False, 1, 4), 2, 0)
+    step(model, optimizer, GOOD)  # with weights that are not finite
+    assert len(watching.verdicts) == 1
+    assert "NONFINITE step 2, micro-batch 1: rank 0" in caplog.text
+    assert "step 3: rank 0 has weights that were not finite before" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("loss", "place"),
+    [
+        (lambda y: (y - y.detach()).sqrt().sum(), Place("", True, 0, 6)),  # the derivative of a root at 0
+        (lambda y: y.sum() / 0, Place("", True, 0, 6)),
+    ],
+)
+def test_a_loss_that_is_not_finite_is_named(loss: Callable[[Any], Any], place: Place) -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = torch_unickpt.witness(model, optimizer, {"checks": ["nonfinite"]})
+    step(model, optimizer, GOOD, loss=loss)
+    assert [each.place for each in watching.verdicts if isinstance(each, NonFinite)] == [place]
+
+
+def test_a_derivative_inside_the_model_is_named() -> None:
+    class Root(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x - x.detach()).sqrt()
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Root(), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = torch_unickpt.witness(model, optimizer, {"checks": ["nonfinite"]})
+    step(model, optimizer, GOOD)
+    assert [each.place for each in watching.verdicts if isinstance(each, NonFinite)] == [Place("0", True, 0, 12)]
+
+
+def test_infinities_that_reach_no_gradient_are_usual() -> None:
+    class Mask(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.masked_fill(torch.tensor([True, False, False, False]), float("-inf"))
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Mask(), torch.nn.Softmax(-1), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = torch_unickpt.witness(model, optimizer, {"checks": ["nonfinite"]})
+    step(model, optimizer, GOOD)
+    assert watching.verdicts == []
+    with torch.no_grad():
+        model[3].bias[0] = float("inf")
+    step(model, optimizer, GOOD, loss=lambda y: (y * 0).sum())
+    assert watching.verdicts == []  # its own weight was not finite before
+    with torch.no_grad():
+        model[3].bias[0] = 0
+    step(model, optimizer, GOOD)
+    step(model, optimizer, GOOD * 1e38 * 10)
+    assert [each.place.layer for each in watching.verdicts if isinstance(each, NonFinite)] == ["0"]
+
+
+def test_evaluations_do_not_count() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = torch_unickpt.witness(model, optimizer, {"checks": ["nonfinite"]})
+    model(GOOD).sum().backward()
+    with torch.no_grad():
+        model.eval()(BAD)
+    model.train()
+    optimizer.step()
+    assert watching.verdicts == []
+
+
+def test_a_load_between_two_steps_is_the_doing_of_the_program(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    watching = torch_unickpt.witness(model, optimizer, {"every": 1, "checks": ["rest"]})
+    step(model, optimizer, GOOD)
+    torch_unickpt.save_training(model, optimizer, tmp_path / "step1", step=1)
+    step(model, optimizer, GOOD * 2)
+    torch_unickpt.load_training(model, optimizer, tmp_path / "step1")
+    step(model, optimizer, GOOD * 3)
+    step(model, optimizer, GOOD)
+    assert watching.verdicts == []
+    assert watching.passed == Passed(3, ("rest",))
