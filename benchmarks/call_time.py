@@ -1,9 +1,10 @@
 """Processor time that the call of an asynchronous save takes in the thread of training, by the number of parameters.
 
-    python -m benchmarks.call_time [--tensors 300 10000] [--frameworks deepspeed torch] [--saves 10] [--out FILE]
+    python -m benchmarks.call_time [--tensors 300 10000] [--frameworks deepspeed megatron torch] [--saves 10] [--out FILE]
 
-One process per row: one rank without a GPU, tiny layers of three parameters each, Adam. DeepSpeed is ZeRO-1 in fp32, torch is
-``save_training`` of a plain module. The first saves, which describe the state, do not count. Processor time of the thread
+One process per row: one rank without a GPU, tiny layers, Adam. DeepSpeed is ZeRO-1 in fp32, Megatron its GPT in bf16 with the
+distributed optimizer, torch is ``save_training`` of a plain module. Of Megatron's call, ``sharded_state_dict`` is its own and
+stands in a column. The first saves, which describe the state, do not count. Processor time of the thread
 (``time.thread_time``) leaves out waits, and what other threads take. It still grows on a machine that is busy.
 """
 
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,14 @@ from benchmarks.measure import machine, publish
 REPO = Path(__file__).resolve().parent.parent
 _BYTES = 16 << 20  # of the parameters and their states together, so that a save copies behind training
 _WARM = 3  # saves that do not count
+FRAMEWORKS = ("deepspeed", "megatron", "torch")
 _STEPS = 1000  # more parameters: a step after every fifth save
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tensors", nargs="+", type=int, default=[300, 10_000])
-    parser.add_argument("--frameworks", nargs="+", default=["deepspeed", "torch"], choices=("deepspeed", "torch"))
+    parser.add_argument("--frameworks", nargs="+", default=list(FRAMEWORKS), choices=FRAMEWORKS)
     parser.add_argument("--saves", type=int, default=10, help="that count")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -57,20 +60,33 @@ def model_of(tensors: int) -> Any:
     return torch.nn.Sequential(*(Layer() for _ in range(tensors // 3)))
 
 
+@dataclass
 class Job:
-    """A job of one rank. ``step`` trains, ``save`` begins a save, ``finish`` waits for it."""
+    """A job of one rank.
 
-    def __init__(self, step: Callable[[], Any], save: Callable[[Path], Any], finish: Callable[[], bool]) -> None:
-        self.step, self.save, self.finish = step, save, finish
+    Attributes:
+        parameters: their number.
+        step: trains.
+        save: begins a save.
+        finish: waits for it.
+        theirs: processor seconds of what the framework itself does in each call.
+    """
+
+    parameters: int
+    step: Callable[[], Any]
+    save: Callable[[Path], Any]
+    finish: Callable[[], bool]
+    theirs: list[float] = field(default_factory=list)
 
 
-def deepspeed_job(model: Any) -> Job:
+def deepspeed_job(tensors: int) -> Job:
     port = str(29_500 + os.getpid() % 10_000)
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
     import torch
 
+    model = model_of(tensors)
     deepspeed.init_distributed("gloo", verbose=False)
     config = {
         "train_batch_size": 1,
@@ -88,14 +104,60 @@ def deepspeed_job(model: Any) -> Job:
         engine.checkpoint_engine.saver.finish()
         return bool(engine.checkpoint_engine.last_save.complete)
 
-    return Job(step, lambda place: engine.save_checkpoint(str(place.parent), tag=place.name), finish)
+    return Job(_count(model), step, lambda place: engine.save_checkpoint(str(place.parent), tag=place.name), finish)
 
 
-def torch_job(model: Any) -> Job:
+def megatron_job(tensors: int) -> Job:
+    from megatron_unickpt.testing import jobs  # isort: skip  # before anything of megatron
+    import torch
+    import torch.distributed as dist
+
+    import megatron_unickpt
+    from megatron_unickpt.testing.layouts import Layout
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    jobs.LAYERS = max(tensors // 12, 1)
+    width = max(int((_BYTES / 16 / 12 / jobs.LAYERS) ** 0.5) // 8 * 8, 8)
+    job = jobs.Job(Layout(), width=width)
+    saves: list[Any] = []
+    theirs: list[float] = []
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            begin = time.thread_time()
+            try:
+                return function(*args, **more)
+            finally:
+                theirs[-1] += time.thread_time() - begin
+
+        return call
+
+    for each in job.chunks:
+        each.sharded_state_dict = timed(each.sharded_state_dict)
+
+    def save(place: Path) -> None:
+        theirs.append(0.0)
+        saves.append(megatron_unickpt.save(place, job.chunks, job.optimizer, iteration=job.step, asynchronous=True))
+
+    def finish() -> bool:
+        saves[-1].conclude()
+        return bool(saves[-1].committed)
+
+    count = sum(_count(chunk) for chunk in job.chunks)
+    assert torch.get_num_threads() == 1
+    return Job(count, lambda: job.train(1), save, finish, theirs)
+
+
+def _count(model: Any) -> int:
+    return sum(1 for _ in model.parameters())
+
+
+def torch_job(tensors: int) -> Job:
     import torch
 
     import unickpt
 
+    model = model_of(tensors)
     optimizer, options = torch.optim.AdamW(model.parameters(), foreach=True), unickpt.SaveOptions(asynchronous=True)
     saves: list[Any] = []
 
@@ -111,7 +173,10 @@ def torch_job(model: Any) -> Job:
         saves[-1].wait()
         return bool(saves[-1].committed)
 
-    return Job(step, save, finish)
+    return Job(_count(model), step, save, finish)
+
+
+JOBS = {"deepspeed": deepspeed_job, "megatron": megatron_job, "torch": torch_job}
 
 
 def worker(args: argparse.Namespace) -> dict[str, Any]:
@@ -121,8 +186,7 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     sys.setrecursionlimit(100_000)
     tensors = args.tensors[0]
-    model = model_of(tensors)
-    job = (deepspeed_job if args.frameworks[0] == "deepspeed" else torch_job)(model)
+    job = JOBS[args.frameworks[0]](tensors)
     job.step()
     job.step()
     found: dict[str, list[float]] = {"processor": [], "wall": [], "copy": []}
@@ -143,7 +207,7 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
             found["copy"].append(time.thread_time() - begin)
         if tensors <= _STEPS or number % 5 == 0:
             job.step()
-    return {"parameters": sum(1 for _ in model.parameters()), **found}
+    return {"parameters": job.parameters, "theirs": job.theirs[_WARM:], **found}
 
 
 def main() -> None:
@@ -154,8 +218,8 @@ def main() -> None:
     lines = [
         f"One rank, Adam, {_BYTES >> 20} MiB with states, {args.saves} saves; {machine()}.",
         "",
-        "| save | parameters | processor time of the call, ms: median, least | memory copy of the state, ms |",
-        "|---|---|---|---|",
+        "| save | parameters | processor time of the call, ms: median, least | of it the framework's | memory copy, ms |",
+        "|---|---|---|---|---|",
     ]
     for framework in args.frameworks:
         for tensors in args.tensors:
@@ -165,7 +229,8 @@ def main() -> None:
                 data = json.loads((Path(folder) / "result.json").read_text())
             median, least = (1e3 * of(data["processor"]) for of in (statistics.median, min))
             copy = 1e3 * statistics.median(data["copy"])
-            lines.append(f"| {framework} | {data['parameters']:,} | {median:.1f}, {least:.1f} | {copy:.1f} |")
+            theirs = f"{1e3 * statistics.median(data['theirs']):.1f}" if data["theirs"] else "-"
+            lines.append(f"| {framework} | {data['parameters']:,} | {median:.1f}, {least:.1f} | {theirs} | {copy:.1f} |")
     publish("\n".join(lines) + "\n", args.out)
 
 

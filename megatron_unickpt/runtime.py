@@ -14,6 +14,7 @@ from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 
 if TYPE_CHECKING:  # imported when they are used: hooks are also installed in jobs that never use unickpt
     from megatron_unickpt.held_state.foreign_state import Receiver
+    from megatron_unickpt.held_state.kept_description import KnownDescription
     from megatron_unickpt.tracker import Diverted, Trackers
     from unickpt.api.preemption import Preemption
     from unickpt.base.options.job import MemoryOptions
@@ -91,6 +92,7 @@ class Runtime:
         self.call = ScriptCall()
         self.preemption: Preemption | None = None
         self.boundaries = 0
+        self._known: KnownDescription | None = None
         self._trackers: Trackers | None = None
         self._exchanges: dict[str, tuple[Any, MessageExchange]] = {}
         self._group: Any = None
@@ -99,6 +101,15 @@ class Runtime:
         self._said: set[str] = set()
         self._owners: Owners | None = None
         self._owned: Any = None  # owner of each first parameter
+
+    @property
+    def known(self) -> KnownDescription:
+        """What the saves of this process keep for each other."""
+        from megatron_unickpt.held_state.kept_description import KnownDescription
+
+        if self._known is None:
+            self._known = KnownDescription()
+        return self._known
 
     @property
     def owners(self) -> Owners:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import megatron.core
@@ -14,13 +14,15 @@ from megatron_unickpt.framework import internals
 from megatron_unickpt.held_state import hyperparameters, sharded_tensors
 from megatron_unickpt.held_state.common_state import COMMON, VOCABULARY, readable, step_of
 from megatron_unickpt.held_state.hyperparameters import OptimizerPart
+from megatron_unickpt.held_state.kept_description import KnownDescription, ReadState
 from megatron_unickpt.held_state.sharded_tensors import MASTER, WEIGHT, FoundItem, Piece, StateTensor
 from unickpt import __version__
 from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import Writer
+from unickpt.checkpoint.save.kept import BoundShards, Keeper
 from unickpt.checkpoint.save.late_copy import silent_steps
-from unickpt.checkpoint.save.shards import Contribution
+from unickpt.checkpoint.save.shards import Contribution, Shard
 from unickpt.checkpoint.state.held import Copies, Description, Held
 from unickpt.transform.convert.megatron.keys import DIALECT
 from unickpt.transform.dialects.model_facts import Model
@@ -50,13 +52,15 @@ def optimizer_parts(state: Any) -> list[OptimizerPart]:
 
 
 def contribution(
-    state: Any, common: Any, *, own: Mapping[str, Any] | None = None, share: bool = True, directory: str = ""
-) -> Contribution:
+    state: Any, common: Any, *, known: KnownDescription, own: Mapping[str, Any] | None = None, share: bool = True,
+    directory: str = "",
+) -> Contribution:  # fmt: skip
     """Return the contribution of this rank to the checkpoint.
 
     Args:
         state: sharded state dict, including factories. Not changed.
         common: part of the state dict that is neither sharded nor local (``mapping.common``).
+        known: what earlier saves have described.
         own: values of the common state that are not those of rank 0.
         share: divide equal copies among the data parallel ranks. False: the first rank writes them.
         directory: of the checkpoint. Its name has the step if the common state has none.
@@ -65,13 +69,15 @@ def contribution(
     parts = optimizer_parts(state)
     silent = (silent_steps(leaf.inner) for part in parts for leaf in part.leaves)
     unsteady = next(filter(None, silent), "") if parts else "the state dict has no optimizer of Megatron"
-    held = description(found, share=share, steady=not unsteady)
+    shards, tensors, bound, keeper = _described(found, known, share=share, steady=not unsteady)
     first = torch.distributed.get_rank() == 0
     record = next((r for part in parts if (r := hyperparameters.record_of(part, alone=first)) is not None), None)
     scalers = [part.grad_scaler for part in parts if part.grad_scaler is not None]
     return Contribution(
-        shards=held.shards(),
-        tensors=list(dict.fromkeys(held.tensors)),
+        shards=shards,
+        tensors=tensors,
+        bound=bound,
+        keeper=keeper,
         shared_objects={
             f.item.unique_key: sharded_tensors.plain_object(f.item.data)
             for f in found
@@ -85,6 +91,24 @@ def contribution(
         optimizer_part=None if first else record,
         objects={COMMON: readable(common), "grad_scaler": scalers[0] if scalers else None} if first else {},
     )
+
+
+def _described(
+    found: Sequence[FoundItem], known: KnownDescription, *, share: bool, steady: bool
+) -> tuple[list[Shard], list[TensorInfo], BoundShards | None, Keeper | None]:
+    """Return shards and listed tensors; further shards that an earlier save has described; what keeps them for the next one."""
+    read = ReadState.of(found, known.names, share=share) if steady else None
+    earlier = None if read is None else known.bound(read)
+    if read is not None and earlier is not None:
+        held = description(read.changing, share=share, steady=True)
+        return held.shards(), list(dict.fromkeys([*earlier[1], *held.tensors])), earlier[0], None
+    held = description(found, share=share, steady=steady)
+    tensors = list(dict.fromkeys(held.tensors))
+    keeper = None
+    if read is not None:
+        changing = {each.item.key for each in read.changing}
+        keeper = known.keep(read, [info for info in tensors if info.state != WEIGHT or info.name not in changing])
+    return held.shards(), tensors, None, keeper
 
 
 def description(found: Iterable[FoundItem], *, share: bool, steady: bool = False) -> Description:

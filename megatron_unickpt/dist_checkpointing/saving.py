@@ -106,7 +106,7 @@ def save(
         found, theirs = described(), announced.get(COMMON)
         differ = [] if theirs is None else [key for key, digest in found.digests.items() if theirs.get(key) != digest]
         own = readable({key: found.common[key] for key in differ if key in found.common})
-        made = capture.contribution(found.state, found.common, own=own, share=share, directory=directory)
+        made = capture.contribution(found.state, found.common, known=runtime.known, own=own, share=share, directory=directory)
         origin = {} if owner is None else asdict(runtime.owners.origin(owner))
         return replace(made, writer=replace(made.writer, origin=origin))
 

@@ -6,7 +6,7 @@ Only places are kept, in tensors of the job that are its *bases*. No view is kep
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -148,12 +148,11 @@ class KeptShards:
             shards: steady, in file order.
             bases: tensors of the job, such that the shards are views of some of them.
         """
-        at = {(base.untyped_storage().data_ptr(), base.dtype): number for number, base in enumerate(bases)}
-        several = len(at) < len(bases)
+        among = _Bases(bases)
         found = []
         for shard in shards:
-            data = _placed(shard.data, bases, at, several=several)
-            unless = None if shard.unless is None else _placed(shard.unless, bases, at, several=several)
+            data = among.place(shard.data)
+            unless = None if shard.unless is None else among.place(shard.unless)
             if data is None or (shard.unless is not None and unless is None) or not shard.steady:
                 return None
             found.append(_KeptShard(shard.tensor, shard.box, data, unless))
@@ -188,22 +187,32 @@ class KeptShards:
         return [(name, bases[base]) for base, name in self._first]
 
 
-def _placed(
-    data: torch.Tensor, bases: Sequence[torch.Tensor], at: dict[tuple[int, torch.dtype], int], *, several: bool
-) -> _Place | None:
-    """Return the place of a dense tensor in one of the bases, or None. ``several``: bases share a storage."""
-    if not _dense(data):
-        return None
-    number = at.get((data.untyped_storage().data_ptr(), data.dtype))
-    if number is not None and several and not _within(data, bases[number]):
-        number = next((at for at, base in enumerate(bases) if base.dtype == data.dtype and _within(data, base)), None)
-    if number is None or not _within(data, bases[number]):
-        return None
-    base = bases[number]
-    offset = (data.data_ptr() - base.data_ptr()) // data.itemsize
-    if not offset and data.size() == base.size():
-        return _Place(number, 0)
-    return _Place(number, offset, tuple(data.size()), data.stride())
+class _Bases:
+    """Finds places of tensors in bases, of which many may share a storage."""
+
+    def __init__(self, bases: Sequence[torch.Tensor]) -> None:
+        self._bases = bases
+        self._sorted: dict[torch.dtype, list[tuple[int, int]]] = {}  # address and number
+        for number, base in enumerate(bases):
+            self._sorted.setdefault(base.dtype, []).append((base.data_ptr(), number))
+        for each in self._sorted.values():
+            each.sort()
+
+    def place(self, data: torch.Tensor) -> _Place | None:
+        """Return the place of a dense tensor in one of the bases, or None. Of several bases it is the one that begins last."""
+        if not _dense(data):
+            return None
+        among = self._sorted.get(data.dtype, [])
+        last = bisect_right(among, (data.data_ptr(), len(self._bases)))
+        found = (among[at][1] for at in range(last - 1, -1, -1))
+        number = next((number for number in found if _within(data, self._bases[number])), None)
+        if number is None:
+            return None
+        base = self._bases[number]
+        offset = (data.data_ptr() - base.data_ptr()) // data.itemsize
+        if not offset and data.size() == base.size():
+            return _Place(number, 0)
+        return _Place(number, offset, tuple(data.size()), data.stride())
 
 
 def _dense(tensor: torch.Tensor) -> bool:

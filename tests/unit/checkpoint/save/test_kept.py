@@ -48,6 +48,20 @@ def test_bound_shards_are_the_shards_that_were_kept() -> None:
     assert torch.equal(bound[3].unless, shards[3].unless)
 
 
+def test_bases_may_share_a_storage_and_memory() -> None:
+    buffer = torch.randn(60)
+    bases = [buffer.narrow(0, 0, 20), buffer.narrow(0, 20, 40), buffer.narrow(0, 20, 40)]
+    keeper = Keeper(bases)
+    keeper.keep([_shard("a", buffer.narrow(0, 4, 6)), _shard("b", buffer.narrow(0, 24, 36).view(6, 6))])
+    assert keeper.kept is not None
+    found = BoundShards.of(keeper.kept, bases).shards()
+    assert [each.data.data_ptr() - buffer.data_ptr() for each in found] == [16, 96]
+    assert list(map(id, keeper.kept.bases(bases))) == [id(bases[0]), id(bases[2])]
+    across = Keeper(bases)
+    across.keep([_shard("across", buffer.narrow(0, 10, 20))])
+    assert across.kept is None
+
+
 def test_bound_shards_stay_when_a_base_gets_other_memory() -> None:
     bases, shards = _flat()
     keeper = Keeper(bases)
