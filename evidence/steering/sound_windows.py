@@ -5,8 +5,9 @@
 
 Several jobs run at once, which overloads the machine. In each window of a job something makes the other ranks wait, for up to
 twice the deadline (``sound_worker.py``): one rank evaluates, uploads, writes or compiles, all of them write or compile, data
-come late, batches are uneven. Any order that the policy gives is wrong. A verdict is false unless it is a hang of a rank that
-the others do wait for: 5 s after the first sign, it is still in its pause. ``--busy`` adds endless loops beside the jobs.
+come late, batches are uneven. Any order that the policy gives is wrong. A verdict is false unless the others do wait for the
+rank that it names: 5 s after the first sign of a hang, the rank is still in its pause; and a rank that takes longer now and
+then has made as many pauses of its own. ``--busy`` adds endless loops beside the jobs.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ BEGIN, FINISH = "<!-- table: made by python -m evidence.steering.sound_windows -
 HANG_S = 5.0  # deadline of a call in such a job
 _ORDER = re.compile(r"order: (park [^\n]*|restart[^\n]*|stop[^\n]*|not executed[^\n]*)")
 _QUOTED = re.compile(r"unickpt (?:HANG|NETWORK_HANG|SLOW|SLOW_LINK) .*evidence=([^\n]*)")
+_NOW_AND_THEN = re.compile(r"longer than the others .*in (\d+) of \d+ steps")
 _SAID = re.compile(r"unickpt (HANG|NETWORK_HANG|SLOW|SLOW_LINK|MISMATCH|DEADLOCK) ")
 
 
@@ -56,7 +58,7 @@ def pauses_of(job: Agents) -> list[tuple[int, float, float]]:
 
 
 def false_verdicts(told: list[Told], pauses: list[tuple[int, float, float]]) -> list[str]:
-    """Return verdicts that are not a hang of a rank for which the others do wait. That of an unfinished pause is not judged."""
+    """Return verdicts that do not name a rank for which the others do wait. That of an unfinished pause is not judged."""
     last = max((end for _, _, end in pauses), default=0.0)
     found = []
     for each in told:
@@ -64,6 +66,12 @@ def false_verdicts(told: list[Told], pauses: list[tuple[int, float, float]]) -> 
             at = datetime.fromisoformat(each.line.since).timestamp() + HANG_S
             away = {rank for rank, begin, end in pauses if begin - 1.0 <= at <= end + 1.0}
             if at > last or away.issuperset(each.line.ranks.ranks):
+                continue
+        often = _NOW_AND_THEN.search(each.sentence)
+        if each.line.syndrome is Syndrome.NON_COMMUNICATION_SLOW and often is not None:
+            since = datetime.fromisoformat(each.line.since).timestamp() - 1.0
+            own = [rank for rank, begin, _ in pauses if begin >= since and rank in each.line.ranks.ranks]
+            if len(own) >= int(often[1]):
                 continue
         found.append(f"{each.line} | {each.sentence}")
     return found
