@@ -223,6 +223,18 @@ def as_number(value: Any) -> Any:
     return value
 
 
+_STAGES = ("disabled", "optimizer_states", "gradients", "weights")  # ``ZeroStageEnum`` (runtime/zero/config.py)
+
+
+def zero_stage_of(value: Any) -> Any:
+    """Return the ZeRO stage of a file, -1 and 0 to 3; other values are returned as ``as_number`` does.
+
+    Some releases of Python 3.11 store the name of the member (``pickle_callables``).
+    """
+    found = as_number(value)
+    return _STAGES.index(found) if found in _STAGES else found
+
+
 def group_of(values: Mapping[str, Any], parameters: Iterable[str]) -> ParameterGroup:
     """Return the hyperparameters or scalar states of parameters."""
     return encoded({key: as_number(value) for key, value in values.items()}, parameters, typed=False)

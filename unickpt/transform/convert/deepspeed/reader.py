@@ -20,7 +20,7 @@ from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord, Writer, merge_optimizers
 from unickpt.transform.convert.deepspeed.files import EXPERTS, File, ModelRank, first_missing, read_folder, states_of
-from unickpt.transform.convert.deepspeed.model_states import as_number, is_flat, require_tensor, tied_names
+from unickpt.transform.convert.deepspeed.model_states import is_flat, require_tensor, tied_names, zero_stage_of
 from unickpt.transform.convert.deepspeed.zero_shards import ShardCollector, ShardedParameter
 from unickpt.transform.convert.limits import bounded
 from unickpt.transform.convert.parameter_order import NoOrderError, match_names
@@ -69,7 +69,7 @@ class _NativeReader(ShardCollector):
 
     def _stage(self) -> int:
         files = [file for rank in self.ranks for file in rank.optimizers.values()]
-        stages = {int(as_number(states_of(file).get("zero_stage", -1))) for file in files}
+        stages = {int(zero_stage_of(states_of(file).get("zero_stage", -1))) for file in files}
         if len(stages) > 1:
             raise FormatError(f"{self.folder}: has files of several ZeRO stages ({sorted(stages)})")
         config = self.first.get("ds_config", dict, {}).get("zero_optimization")

@@ -29,6 +29,7 @@ from unickpt.transform.convert.deepspeed.model_states import (
     range_of_rank,
     require_tensor,
     tied_names,
+    zero_stage_of,
 )
 from unickpt.transform.convert.limits import bounded
 from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
@@ -134,7 +135,7 @@ class _UniversalReader(SourceBuilder):
         )  # fmt: skip
 
     def _stage(self) -> int:
-        found = as_number(self._optimizer.content.get("zero_stage", 1))
+        found = zero_stage_of(self._optimizer.content.get("zero_stage", 1))
         if type(found) is not int or not 0 <= found <= 3:
             raise FormatError(f"{self._optimizer.path}: zero_stage is {found!r}")
         return found
