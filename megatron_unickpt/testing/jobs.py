@@ -63,9 +63,9 @@ class Job:
     def __init__(
         self, layout: Layout, *, seed: int = 1, tied: bool = True, vocabulary: int = 96, width: int = 32, length: int = LENGTH,
         batch: int = BATCH, micro_batch: int = 1, lr: float = 1e-2, predictions: int = 0,
-        frozen: Callable[[str], bool] | None = None, groups: bool = True,
+        frozen: Callable[[str], bool] | None = None, groups: bool = True, layers: int = LAYERS,
     ) -> None:  # fmt: skip
-        self.layout, self.step = layout, 0
+        self.layout, self.layers, self.step = layout, layers, 0
         self.vocabulary, self.length, self.batch, self.predictions = vocabulary, length, batch, predictions
         self.micro_batch = micro_batch
         cpu.compile_nothing()
@@ -154,7 +154,7 @@ class Job:
             moe |= {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": True}
         ahead = {"mtp_num_layers": self.predictions, "mtp_loss_scaling_factor": 0.1} if self.predictions else {}
         return TransformerConfig(
-            num_layers=LAYERS, hidden_size=width, num_attention_heads=4, num_query_groups=4, ffn_hidden_size=2 * width,
+            num_layers=self.layers, hidden_size=width, num_attention_heads=4, num_query_groups=4, ffn_hidden_size=2 * width,
             gated_linear_unit=True, activation_func=torch.nn.functional.silu, hidden_dropout=0.0, attention_dropout=0.0,
             tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,

@@ -33,10 +33,13 @@ def write(pairs: Pairs, folder: Path) -> None:
     (folder / "pairs.json").write_text(json.dumps([(asdict(source), asdict(target)) for source, target in pairs]))
 
 
-def run(worker: str, *arguments: str, pairs: Pairs, folder: Path, ranks: int = 4, timeout_s: float = 600) -> None:
-    """Save all sources, then load them. ``arguments`` follow the folder."""
+def run(
+    worker: str, *arguments: str, pairs: Pairs, folder: Path, ranks: int = 4, timeout_s: float = 600,
+    sizes: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Save all sources, then load them. ``arguments`` follow the folder. ``sizes``: see ``tests.jobs.sizes``."""
     write(pairs, folder)
-    fork_ranks(ranks, worker, str(folder), *arguments, timeout_s=timeout_s)
+    fork_ranks(ranks, worker, str(folder), *arguments, timeout_s=timeout_s, env=sizes)
 
 
 def part(pairs: Pairs) -> Pairs:

@@ -12,7 +12,7 @@ from torch_unickpt.held_state.optimizers import Optimizers
 from unickpt.api.dtensors import is_dtensor
 from unickpt.api.group import Group
 from unickpt.api.holders import Holders
-from unickpt.api.state import Key, LocalShard, Value, as_shard, key_of
+from unickpt.api.state import Key, LocalShard, Value, as_shards, key_of
 from unickpt.base.errors import ConfigError
 from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import TensorInfo
@@ -85,23 +85,26 @@ def description(items: Iterable[Item], holders: Holders, group: Group, *, steady
     found = Description()
     written = [0] * max(len(group.ranks), 1)  # bytes of whole tensors by rank
     for item in sorted(items, key=lambda each: each.key):
-        shard = as_shard(item.key, item.value, group)
-        if shard is None:
+        shards = as_shards(item.key, item.value, group)
+        if not shards:
             continue
-        data = shard.data.detach()
+        data = shards[0].data
         if data.is_meta:
             raise ConfigError(f"{item.key[0]} ({item.key[1]}): is on the meta device, so it has no values to save")
-        info = TensorInfo(*item.key, name_of(data.dtype), shard.global_shape, item.kind)
+        info = TensorInfo(*item.key, name_of(data.dtype), shards[0].global_shape, item.kind)
         found.tensors.append(info)
         if not item.plain:
-            ranks = holders.copies(item.value, tuple(shard.copies), group) if is_dtensor(item.value) else shard.copies
+            ranks = tuple(shards[0].copies)
+            ranks = holders.copies(item.value, ranks, group) if is_dtensor(item.value) else ranks
             copies = Copies(ranks, group.rank) if ranks else None
         elif item.divided:
             copies = Copies(holders.of(item.text), group.rank)
         else:
             copies = Copies((_writer(item, holders, written, data.numel() * data.element_size()),), group.rank)
-        if shard.box.numel:
-            found.held.append(Held(info, shard.box, data, copies, steady=steady and item.kind != "buffer"))
+        steady_here = steady and item.kind != "buffer"
+        found.held += [
+            Held(info, each.box, each.data.detach(), copies, steady=steady_here) for each in shards if each.box.numel
+        ]
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_unickpt.held_state.names import Names
-from unickpt.api.dtensors import is_dtensor, placed_tensor
+from unickpt.api.dtensors import is_dtensor, local_tensor, placed_tensor
 from unickpt.api.group import Group
 from unickpt.api.state import Key, LocalShard, Value
 from unickpt.base.errors import ConfigError, MismatchError, UnsupportedLayoutError
@@ -224,13 +224,13 @@ def _placed(each: Stepped, key: str, value: torch.Tensor, group: Group) -> Value
     parameter: Any = each.parameter
     if is_dtensor(value) or not is_dtensor(parameter) or all(placement.is_replicate() for placement in parameter.placements):
         return value
-    part = placed_tensor((each.name, key), parameter)
-    if part is None or tuple(value.shape) != part.box.shape:
+    part = placed_tensor((each.name, key), parameter, local_tensor(parameter).shape)
+    if part is None or tuple(value.shape) != part.shape or len(part.boxes) > 1:
         raise UnsupportedLayoutError(
             f"{each.name} ({key}): is a plain tensor of shape {tuple(value.shape)} beside a DTensor parameter of shape "
             f"{tuple(parameter.shape)}: its place in the whole state is not known"
         )
-    return LocalShard(value, part.box.start, tuple(parameter.shape), group.among(part.ranks))
+    return LocalShard(value, part.boxes[0][0].start, tuple(parameter.shape), group.among(part.ranks))
 
 
 class RestoredOptimizers:

@@ -67,7 +67,7 @@ def stepped_by(optimizer: torch.optim.Optimizer, names: Names, model: torch.nn.M
 
 def _copies(name: str, parameter: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...]:
     if is_dtensor(parameter):
-        place = placed_tensor(name, parameter)
+        place = placed_tensor(name, parameter, local(parameter).shape)
         return place.ranks if place is not None and len(place.ranks) > 1 else ()
     if isinstance(model, DistributedDataParallel):
         return tuple(sorted(torch.distributed.get_process_group_ranks(model.process_group)))

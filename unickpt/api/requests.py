@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from unickpt.api.group import Group
-from unickpt.api.state import Key, LocalShard, Value, as_shard, key_of
+from unickpt.api.state import Key, LocalShard, Value, as_shards, key_of
 from unickpt.base.errors import MismatchError
 from unickpt.base.listing import some
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
@@ -46,8 +46,8 @@ class Wanted:
         wanted, storage = cls(filling), filling.checkpoint.storage
         missing, states = list[str](), False
         for key, value in state:
-            (name, part), shard = key_of(key), as_shard(key, value, group)
-            if shard is None:
+            (name, part), shards = key_of(key), as_shards(key, value, group)
+            if not shards:
                 continue
             info = filling.source(name, part)
             if info is None and fresh and part not in (WEIGHT, MASTER):
@@ -55,29 +55,31 @@ class Wanted:
             elif info is None:
                 missing.append(f"{name} ({part})")
                 states = states or part not in (WEIGHT, MASTER)
-            elif info.shape != shard.global_shape:
+            elif info.shape != shards[0].global_shape:
                 raise MismatchError(
                     f"{storage}: {info.name} ({info.state}) has shape {list(info.shape)} in the checkpoint and "
-                    f"{list(shard.global_shape)} in the state dict"
+                    f"{list(shards[0].global_shape)} in the state dict"
                 )
             else:
-                wanted._add(info, shard)
-                filling.account(name, part, info, name_of(shard.data.dtype))
+                wanted._add(info, shards)
+                filling.account(name, part, info, name_of(shards[0].data.dtype))
         if missing:
             advice = '. missing_state="fresh" keeps the values of states of an optimizer that it lacks' if states else ""
             raise MismatchError(f"{storage}: the checkpoint has no {some(missing)}{advice}")
         return wanted
 
-    def _add(self, info: TensorInfo, shard: LocalShard) -> None:
+    def _add(self, info: TensorInfo, shards: Iterable[LocalShard]) -> None:
         """Request the values that the saving job had: a derived tensor is rounded before it is cast to another dtype."""
         self.infos.append(info)
-        out, dtype = shard.data.detach(), torch_dtype(info.dtype)
-        if not shard.box.numel:
-            return
-        rounded = out if info.derived_from is None or out.dtype == dtype else torch.empty(out.shape, dtype=dtype)
-        self.filling.request(info, shard.box, rounded)
-        if rounded is not out:
-            self.filling.copy_later(out, rounded)
+        dtype = torch_dtype(info.dtype)
+        for shard in shards:
+            if not shard.box.numel:
+                continue
+            out = shard.data.detach()
+            rounded = out if info.derived_from is None or out.dtype == dtype else torch.empty(out.shape, dtype=dtype)
+            self.filling.request(info, shard.box, rounded)
+            if rounded is not out:
+                self.filling.copy_later(out, rounded)
 
     def agree(self, exchange: MessageExchange) -> None:
         """Find out with the other ranks which tensors no rank requests."""

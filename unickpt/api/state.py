@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from unickpt.api.dtensors import is_dtensor, placed_tensor
+from unickpt.api.dtensors import is_dtensor, local_tensor, placed_tensor
 from unickpt.api.group import Group
 from unickpt.api.holders import Holders
 from unickpt.base.errors import ConfigError
@@ -95,10 +95,11 @@ def key_of(key: Any) -> tuple[str, str]:
     raise ConfigError(f"key {key!r} of the state dict: expected a name or a (name, state) pair of strings")
 
 
-def as_shard(key: Any, value: Any, group: Group) -> LocalShard | None:
-    """Return a value of a state dict as a shard; None if this rank holds nothing of it.
+def as_shards(key: Any, value: Any, group: Group) -> list[LocalShard]:
+    """Return what this rank holds of a value of a state dict, possibly one empty shard; an empty list if it holds nothing.
 
-    A plain tensor is a shard that holds the whole tensor, and every rank of the group has a copy.
+    A plain tensor is a shard that holds the whole tensor, and every rank of the group has a copy. A DTensor may have several
+    shards, which are views of its local tensor.
 
     Raises:
         ConfigError: the value is not a tensor or a shard, or is a DTensor with a placement that is not supported.
@@ -109,29 +110,24 @@ def as_shard(key: Any, value: Any, group: Group) -> LocalShard | None:
                 f"{key!r}: LocalShard has copies={value.copies} on rank {group.rank} of {len(group.ranks)}; expected ranks of "
                 "the group, this one among them"
             )
-        return value
+        return [value]
     if not isinstance(value, torch.Tensor):
         raise ConfigError(f"{key!r}: expected a torch.Tensor, a DTensor or a LocalShard, got {type(value).__name__}")
     if not is_dtensor(value):
-        return LocalShard(value, (0,) * value.ndim, tuple(value.shape), range(len(group.ranks)))
-    part = placed_tensor(key, value)
+        return [LocalShard(value, (0,) * value.ndim, tuple(value.shape), range(len(group.ranks)))]
+    local = local_tensor(value)
+    part = placed_tensor(key, value, local.shape)
     if part is None:
-        return None
-    local = _local(value)
-    if tuple(local.shape) != part.box.shape:
-        raise ConfigError(f"{key!r}: is a DTensor whose placements give this rank {part.box}, but it has {tuple(local.shape)}")
-    return LocalShard(local, part.box.start, tuple(value.shape), group.among(part.ranks))
+        return []
+    ranks, shape = group.among(part.ranks), tuple(value.shape)
+    if len(part.boxes) == 1:
+        return [LocalShard(local, part.boxes[0][0].start, shape, ranks)]
+    return [LocalShard(local[region.slices()], box.start, shape, ranks) for box, region in part.boxes]
 
 
 def _local(value: Any) -> torch.Tensor:
     """Return the tensor of this rank of a DTensor or a shard; another tensor as it is."""
-    if isinstance(value, LocalShard):
-        return value.data
-    if not is_dtensor(value):
-        return value  # type: ignore[no-any-return]
-    with torch.no_grad():  # three times as fast
-        found: torch.Tensor = value.to_local()
-    return found
+    return value.data if isinstance(value, LocalShard) else local_tensor(value)
 
 
 def describe(state: Mapping[Key, Value], group: Group, holders: Holders) -> Description:
@@ -143,14 +139,16 @@ def describe(state: Mapping[Key, Value], group: Group, holders: Holders) -> Desc
     """
     found = Description()
     for key, value in state.items():
-        shard = as_shard(key, value, group)
-        if shard is None:
+        shards = as_shards(key, value, group)
+        if not shards:
             continue
         name, part = key_of(key)
         kind = "parameter" if part in (WEIGHT, MASTER) else "optimizer"
-        info = TensorInfo(name, part, name_of(shard.data.dtype), shard.global_shape, kind)
+        info = TensorInfo(name, part, name_of(shards[0].data.dtype), shards[0].global_shape, kind)
         found.tensors.append(info)
-        if shard.box.numel:
+        for shard in shards:
+            if not shard.box.numel:
+                continue
             copies = holders.copies(value, tuple(shard.copies), group) if is_dtensor(value) else shard.copies
             found.held.append(Held(info, shard.box, shard.data.detach(), Copies(copies, group.rank) if copies else None))
     return found

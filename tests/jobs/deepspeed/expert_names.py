@@ -6,8 +6,10 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.jobs.sizes import size_of
+
 HAS_AUTOTP = (Path(importlib.util.find_spec("deepspeed").origin).parent / "checkpoint" / "affine.py").exists()  # from 0.19 on
-EXPERTS = (4, 6)  # of the two expert layers of the model
+EXPERTS = (size_of("FIRST_EXPERTS", 4), size_of("SECOND_EXPERTS", 6))  # of the two expert layers of the model
 
 
 @dataclass(frozen=True)

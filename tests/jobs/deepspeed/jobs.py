@@ -14,9 +14,10 @@ from deepspeed.utils import groups
 
 from tests.jobs.deepspeed.model import Model, batch
 from tests.jobs.deepspeed.zero_names import Layout
+from tests.jobs.sizes import size_of
 from tests.support.rounding import move_weights
 
-BATCH = 12
+BATCH = size_of("BATCH", 12)
 
 
 def config(layout: Layout, **extra: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_unickpt.testing.jobs import Job  # before anything of megatron
+from megatron_unickpt.testing.jobs import BATCH, LAYERS, Job  # before anything of megatron
 
 import torch
 import torch.distributed as dist
@@ -29,16 +29,18 @@ from tests.jobs.megatron.compared import differences, in_a_group
 from tests.jobs.megatron.layout_pairs import worlds
 from tests.jobs.megatron.moved import moved_losses
 from tests.jobs.pairs import Pairs
+from tests.jobs.sizes import size_of
 from tests.support.turns import forget_garbage, in_turn
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2
+SIZES = {"batch": size_of("BATCH", BATCH), "layers": size_of("LAYERS", LAYERS)}
 # torch 2.13 keeps three threads of a gloo group for each job that has trained, with experts of several groups: after 40 jobs
 # of four ranks these were 1,750 threads in each process, which occupied all processors.
 PAIRS_OF_A_PROCESS = 12
 
 
 def save_one(folder: Path, layout: Layout) -> None:
-    job = Job(layout, seed=1, tied=not layout.moe)
+    job = Job(layout, seed=1, tied=not layout.moe, **SIZES)
     before = job.train(STEPS_BEFORE)
     megatron_unickpt.save(folder / layout.name, job.chunks, job.optimizer, iteration=job.step, extra={"note": layout.name})
     truth = consolidated(job, folder / "scratch")
@@ -52,7 +54,7 @@ def save_one(folder: Path, layout: Layout) -> None:
 
 def load_one(folder: Path, source: Layout, target: Layout, seed: int) -> dict[str, Any] | None:
     """Return the result of one pair, on rank 0."""
-    job = Job(target, seed=seed, tied=not target.moe)
+    job = Job(target, seed=seed, tied=not target.moe, **SIZES)
     found = megatron_unickpt.load(folder / source.name, job.chunks, job.optimizer)
     job.step = found["iteration"]
     report = RUNTIME.last_report

@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.jobs.sizes import size_of
 from tests.jobs.torch.layouts import Layout
 
-WIDTH, ROWS, WORDS, BATCH = 12, 24, 13, 12
+WIDTH, ROWS, WORDS, BATCH = 12, 24, 13, size_of("BATCH", 12)
 
 
 class Block(torch.nn.Module):

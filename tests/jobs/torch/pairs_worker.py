@@ -1,6 +1,6 @@
 """Forked ranks: save every source layout, then load the sources into the target layouts. See ``tests/jobs/pairs.py``.
 
-pairs_worker DIR    Also writes DIR/<layout>/ and DIR/<layout>.truth
+pairs_worker DIR [--asynchronous]    Also writes DIR/<layout>/ and DIR/<layout>.truth
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch_unickpt.saving.save_training  # noqa: F401  # once, before the fork
 import unickpt
 from tests.jobs.pairs import Pairs
 from tests.jobs.torch.layouts import Layout
-from tests.jobs.torch.model import Job
+from tests.jobs.torch.model import BATCH, Job
 from tests.support.turns import forget_garbage, in_turn
 from unickpt.testing.launch import leave
 
@@ -29,12 +29,14 @@ BEFORE, AFTER = 3, 2
 def save_one(folder: Path, layout: Layout) -> None:
     job = Job(layout, seed=1)
     before = job.train(BEFORE)
-    unickpt.save_training(
-        job.model, job.optimizer, folder / layout.name, step=job.step, samples=12 * job.step, scheduler=job.scheduler,
-        client_state={"note": layout.name},
+    saved = unickpt.save_training(
+        job.model, job.optimizer, folder / layout.name, step=job.step, samples=BATCH * job.step, scheduler=job.scheduler,
+        client_state={"note": layout.name}, options=unickpt.SaveOptions(asynchronous="--asynchronous" in sys.argv),
     )  # fmt: skip
     truth = job.truth()
     after = job.train(AFTER)
+    if not isinstance(saved, unickpt.SaveResult):
+        saved.wait()
     if dist.get_rank() == 0:
         torch.save(truth, folder / f"{layout.name}.truth")
         (folder / f"{layout.name}.json").write_text(json.dumps({"losses": before + after}))
@@ -48,7 +50,7 @@ def load_one(folder: Path, source: Layout, target: Layout, seed: int) -> dict[st
     job.step = start.step
     found = job.truth()
     losses = job.train(AFTER)
-    problems = [] if start.client_state == {"note": source.name} and start.samples == 12 * start.step else [str(start)]
+    problems = [] if start.client_state == {"note": source.name} and start.samples == BATCH * start.step else [str(start)]
     problems += differences(torch.load(folder / f"{source.name}.truth"), found)
     problems += [
         f"{each.name} ({each.state}): {each.outcome}, {each.reason}"

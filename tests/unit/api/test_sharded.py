@@ -44,6 +44,14 @@ def test_copies_are_stored_once_and_in_equal_parts(saved: Path) -> None:
     assert copies == [80, 68, 80, 68]
 
 
+def test_rows_that_fsdp_over_tensor_parallelism_cannot_divide(tmp_path: Path) -> None:
+    fork_ranks(6, JOB, "uneven", str(tmp_path))
+    whole = dict(sharded.rows_that_do_not_divide().named_parameters())
+    found = {key: torch.zeros_like(value) for key, value in whole.items()}
+    unickpt.load_checkpoint(tmp_path, found, strict=True)
+    assert all(torch.equal(found[key], value) for key, value in whole.items())
+
+
 def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:
     fork_ranks(2, JOB, "refuse", str(tmp_path))
     assert unickpt.latest_checkpoint(tmp_path) is None

@@ -217,13 +217,14 @@ def prepare_peers(
         All failures, the same on every rank, and a function that opens the shared memory. The function is None if this
         rank does not share memory or if any rank failed.
     """
+    token = str(exchange.broadcast("peers", {"token": uuid.uuid4().hex} if exchange.rank == 0 else None)["token"])
     host, folder, problem = _host() if share and failure is None and exchange.world > 1 else "", None, None
     try:
         if host:
-            folder = SHARED_MEMORY / f"{_PREFIX}{uuid.uuid4().hex}-{exchange.rank}"
+            folder = _folder(token, exchange.rank)
             problem = _prepare(folder, exchange.world, rows, wanted_bytes)
         encoded = None if failure is None else failure.to_json()
-        message = {"failure": encoded, "host": "" if problem else host, "identity": identity, "folder": str(folder)}
+        message = {"failure": encoded, "host": "" if problem else host, "identity": identity}
         messages = exchange.gather("planned", {**message, "problem": problem, "cached": cached})
         if messages is not None:
             _warn(messages)
@@ -232,11 +233,16 @@ def prepare_peers(
         _remove(folder)
         raise
     failures = tuple(map(Failure.from_json, verdict["failures"]))
-    if failures or not verdict["folders"]:
+    if failures or not verdict["ranks"]:
         _remove(folder)
         return failures, None
-    folders = {int(rank): Path(path) for rank, path in verdict["folders"].items()}
+    folders = {rank: _folder(token, rank) for first, count in verdict["ranks"] for rank in range(first, first + count)}
     return (), partial(HostPeers, folders, exchange.rank, timeout_s=exchange.timeout_s, cached=verdict["cached"])
+
+
+def _folder(token: str, rank: int) -> Path:
+    """Return the folder of a rank. All ranks know its name, so no message lists the folders of a host for each of its ranks."""
+    return SHARED_MEMORY / f"{_PREFIX}{token}-{rank}"
 
 
 def _warn(messages: list[Message]) -> None:
@@ -249,15 +255,27 @@ def _warn(messages: list[Message]) -> None:
 
 
 def _verdicts(messages: list[Message]) -> list[Message]:
-    """Return a verdict for each rank: all failures, the folders of the ranks that it shares memory with, and ``cached``."""
+    """Return a verdict for each rank: all failures, runs of ranks that it shares memory with (first, count), and ``cached``."""
     failures, own = _failures(messages), dict[int, Message]()
     for ranks in grouped([m["host"] for m in messages]):
         if len(ranks) == 1 or not messages[ranks[0]]["host"]:
             continue
-        folders = {str(rank): messages[rank]["folder"] for rank in ranks}
         cached = all(messages[rank]["cached"] for rank in ranks)
-        own |= {rank: {"folders": folders, "cached": cached} for rank in ranks}
-    return [{"failures": failures, **own.get(rank, {"folders": {}, "cached": False})} for rank in range(len(messages))]
+        runs = _runs(ranks)
+        own |= {rank: {"ranks": runs, "cached": cached} for rank in ranks}
+    return [{"failures": failures, **own.get(rank, {"ranks": [], "cached": False})} for rank in range(len(messages))]
+
+
+def _runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return ascending ranks as runs (first, count)."""
+    found: list[tuple[int, int]] = []
+    for rank in ranks:
+        first, count = found[-1] if found else (rank, 0)
+        if first + count == rank:
+            found[-1:] = [(first, count + 1)]
+        else:
+            found.append((rank, 1))
+    return found
 
 
 def _failures(messages: list[Message]) -> list[Message]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from unickpt.base.logs import logger
 Message = dict[str, Any]  # JSON-able
 
 _FEW_RANKS = 64
+_KEYS_AT_ONCE = 32  # in one question to the store
 _CHECK_EVERY_S = 0.25  # interval at which a waiting rank checks whether the session was abandoned
 _COORDINATOR_LATER_S = 30.0  # extra time for the coordinator, whose own timeout for a lost rank ends at about the same time
 
@@ -55,6 +56,27 @@ class Pauses:
     def after(self, waited_s: float) -> float:
         """Return the pause after a wait of some seconds."""
         return min(max(self.first_s, self.share * waited_s), self.longest_s)
+
+
+class Awaited:
+    """The keys that a rank waits for, in their order. Those that exist are asked for only once.
+
+    A wait asks many times. So a question has few keys, and fewer after each answer that one is missing: the bytes of a wait do
+    not grow as the number of ranks times its length.
+    """
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._keys, self._at_once = list(keys), _KEYS_AT_ONCE
+
+    def arrived(self, present: Callable[[list[str]], bool]) -> bool:
+        """Whether all keys exist. ``present`` asks the store whether it has some."""
+        while self._keys:
+            if not present(self._keys[: self._at_once]):
+                self._at_once = max(self._at_once // 2, 1)
+                return False
+            del self._keys[: self._at_once]
+            self._at_once = min(self._at_once * 2, _KEYS_AT_ONCE)
+        return True
 
 
 class MessageExchange:
@@ -203,11 +225,12 @@ class MessageExchange:
             return
         keys = {rank: f"{base}/{rank}" for rank in range(1, self.world)}
         end = time.monotonic() + timeout_s
-        while time.monotonic() < end:
+        awaited, known = Awaited(keys.values()), frozenset[int]()
+        while time.monotonic() < end and not awaited.arrived(self._present):
             ended = self.ended()
-            awaited = [key for rank, key in keys.items() if rank not in ended]
-            if not awaited or self._present(awaited):
-                break
+            if ended != known:
+                awaited, known = Awaited(key for rank, key in keys.items() if rank not in ended), ended
+                continue
             time.sleep(self._pauses.longest_s)
         for key in [*keys.values(), *self._spent]:
             self._delete(key)
@@ -248,8 +271,8 @@ class MessageExchange:
         """Poll until all keys exist. A blocking call of the store would lock the client and, in torch, write log lines."""
         begin = checked = time.monotonic()
         lost: frozenset[int] = frozenset()
-        noticed = not notice
-        while not self._present(list(keys.values())):
+        noticed, awaited = not notice, Awaited(keys.values())
+        while not awaited.arrived(self._present):
             now = time.monotonic()
             waited = now - begin
             if now - checked >= _CHECK_EVERY_S:
