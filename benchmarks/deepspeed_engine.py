@@ -47,7 +47,7 @@ class EngineJob:
         torch.manual_seed(1)
         config = {
             "train_batch_size": self.world,
-            "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+            "optimizer": {"type": "Adam", "params": {"torch_adam": True, "lr": 1e-6}},
             "zero_optimization": small_buckets(stage),
             "unickpt": {"enabled": True, "async_save": True, **unickpt},
         }

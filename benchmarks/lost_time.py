@@ -1,10 +1,11 @@
 """Training time that a save costs: with copies behind training, with copies at the call, and for other writers.
 
-    python -m benchmarks.lost_time [--ranks 1] [--millions 25] [--every 5] [--cycles 12] [--rows 48]
+    python -m benchmarks.lost_time [--ranks 1] [--millions 25] [--every 5] [--cycles 12] [--rows 48] [--together 1]
         [--only late eager ...] [--out FILE]
 
 One job trains on. In turn, for each variant, it makes cycles of ``--every`` steps with a save before the first one, and as many
-cycles without a save. The time lost per save is the sum over the positions of a cycle of the median seconds of the call and of
+cycles without a save. With ``--together N``, N cycles with saves follow each other, then their end, then N
+cycles without. The time lost per save is the sum over the positions of a cycle of the median seconds of the call and of
 the step, minus the same without a save. So it has the call, and what training lost afterwards to the copy, checksums, writes,
 locks and the collector. It is given as a ratio to a memory copy of the bytes of the rank; its range is that of four parts of
 the run, each with every fourth cycle. Rows with more ranks than cores measure the machine.
@@ -51,6 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--every", type=int, default=5, help="steps from one save to the next")
     parser.add_argument("--cycles", type=int, default=12, help="of each variant")
+    parser.add_argument("--together", type=int, default=1, help="cycles with saves that follow each other")
     parser.add_argument("--rows", type=int, default=48, help="samples of a step and rank")
     parser.add_argument("--only", nargs="+", default=list(VARIANTS[:6]), choices=VARIANTS)
     parser.add_argument("--folder", type=Path, help="for checkpoints; default: that of temporary files")
@@ -109,13 +111,16 @@ def worker(args: argparse.Namespace) -> None:
         cycles = Cycles(job, own, args.every, args.rows)
         save, finish = _saves(name, own, folder / name, job, mine)
         for number in range(args.cycles + 2):
-            with_save, without = cycles.run(save), cycles.run(None)
+            with_save = [cycles.run(save) for _ in range(args.together)]
+            if args.together > 1:
+                finish()
+            without = [cycles.run(None) for _ in range(args.together)]
             finish()
             copies.append(slowest(raw.copy))
             resident.setdefault(name, []).append(resident_bytes())
             if number > 1:  # the first ones touch memory and disk for the first time
-                found.setdefault(name, []).append(with_save)
-                alone.setdefault(name, []).append(without)
+                found.setdefault(name, []).extend(with_save)
+                alone.setdefault(name, []).extend(without)
         if job.rank == 0:
             shutil.rmtree(folder / name, ignore_errors=True)
     if job.rank == 0:
@@ -163,7 +168,8 @@ def _saves(name: str, engine: Any, place: Path, job: EngineJob, mine: int) -> tu
         pending.append(dcp.save_behind(place / tag(), async_checkpointer_type=kind))
 
     def ended() -> None:
-        pending.pop().result()
+        while pending:
+            pending.pop().result()
         cleared(number[0])
 
     return in_background, ended
@@ -188,6 +194,8 @@ class RawBehind:
         self._thread = threading.Thread()
 
     def begin(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -249,8 +257,8 @@ def main() -> None:
         data = json.loads(result.read_text())
     lines = [
         f"{args.millions}M parameters, fp32 with Adam, ZeRO-{args.stage} on {args.ranks} ranks, {data['bytes']:,} bytes each, "
-        f"a save every {args.every} steps, {args.cycles} cycles; one OpenMP thread; memory copy {1e3 * data['copy']:.0f} ms; "
-        f"{machine()}.",
+        f"every {args.every} steps, {args.cycles * args.together} saves; one OpenMP thread; "
+        f"memory copy {1e3 * data['copy']:.0f} ms; {machine()}.",
         "",
         "| variant | call | lost per save | in copies | step without | a step is longer by | memory grown in the second half |",
         "|---|---|---|---|---|---|---|",
