@@ -23,6 +23,7 @@ from unickpt.checkpoint.checkpoint_folder import (
     TRACKER,
     complete_checkpoints,
     iteration_name,
+    manifests_in,
     tracked_iteration,
 )
 from unickpt.checkpoint.format.layout import DCP_MARK_FILE, MARK_FILE
@@ -115,7 +116,8 @@ class Trackers:
             except UnickptError as err:
                 logger.warning("unickpt: older checkpoints in %s were not removed: %s", folder, err)
                 return
-            chosen = [name for name in old if name not in busy and name != tracked]
+            kept = _witnessed(folder) if old else set()
+            chosen = [name for name in old if name not in busy and name != tracked and name not in kept]
             for name in chosen:  # another thread does not take them too
                 native.discard(name)
                 replaced.discard(name)
@@ -124,6 +126,13 @@ class Trackers:
         removed = [name for name in chosen if _removed(folder, name)]
         if removed:
             logger.info("unickpt: removed %s from %s", ", ".join(removed), folder)
+
+
+def _witnessed(folder: str) -> set[str]:
+    """Return the checkpoint that the witness needs. A folder that cannot be read tells none."""
+    with contextlib.suppress(UnickptError):
+        return retention.witnessed(folder, manifests_in(folder))
+    return set()
 
 
 def old_replaced(names: Iterable[str], tracked: str | None, policy: Retention) -> list[str]:

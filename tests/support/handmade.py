@@ -22,6 +22,7 @@ from unickpt.checkpoint.format import rank_rows as rows_module
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import FragmentRow, Index, TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, Writer
+from unickpt.checkpoint.format.witnessed import Passed
 from unickpt.checkpoint.save.commit import commit
 from unickpt.checkpoint.save.data_file import write_rank
 from unickpt.checkpoint.save.requests import SaveRequest
@@ -69,7 +70,13 @@ def embed() -> torch.Tensor:
 
 
 def contribution(
-    rank: int = 0, world: int = 1, *, step: int = 3, extra: list[Shard] | None = None, listed: list[TensorInfo] | None = None
+    rank: int = 0,
+    world: int = 1,
+    *,
+    step: int = 3,
+    extra: list[Shard] | None = None,
+    listed: list[TensorInfo] | None = None,
+    witness: Passed | None = None,
 ) -> Contribution:
     """Return the part of a rank: flat ranges of masters and moments, rows of the frozen embedding, the rest on rank 0."""
     lo, hi = 24 * rank // world, 24 * (rank + 1) // world
@@ -95,6 +102,7 @@ def contribution(
         aliases={"head.weight": "embed.weight"},
         excluded=("frozen.weight",),
         objects=OBJECTS,
+        witness=witness,
     )
 
 

@@ -242,6 +242,8 @@ def _resumed(
         return StartingPoint(offer.directory, loaded.step, objects.samples(), objects.client_state(), report)
 
     start: StartingPoint = resume(exchange, offers, attempt, nothing, where=folder, fall_back=fall_back)
+    if ranks.rank == 0 and start.path != folder:
+        RUNTIME.faults_of(job.model, folder)
     exchange.leave()
     return start
 

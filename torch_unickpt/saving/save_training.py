@@ -120,6 +120,7 @@ def save_training(
             optimizer=record if first else None, optimizer_part=None if first else _part(record, holders, ranks.rank),
             aliases=state.names.aliases, objects=objects.captured(step, samples, client_state or {}) if first else {},
             rank_objects=objects.of_rank(), unsteady=unsteady, bound=held.bound, keeper=held.keeper,
+            witness=RUNTIME.passed(model, save_dir) if first else None,
         )  # fmt: skip
 
     save_dir, tag = split(absolute(os.fspath(directory)))

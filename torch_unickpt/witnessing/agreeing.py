@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_unickpt.witnessing.held import Stepped
 from unickpt.base.errors import ConfigError
+from unickpt.base.round_folder import host_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def meet(model: torch.nn.Module, optimizers: Sequence[Sequence[Stepped]]) -> Ran
     device = next((each.parameter.device for stepped in optimizers for each in stepped), torch.device("cpu"))
     names = [each.name for stepped in optimizers for each in stepped]
     own: dict[str, Any] = {
-        "host": socket.gethostname(),
+        "host": host_name(),
         "digest": hashlib.sha256("\n".join(names).encode()).hexdigest(),
         "copies": [[each.ranks for each in stepped] for stepped in optimizers],
     }

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_unickpt.edge import RUNTIME
 from torch_unickpt.held_state.names import names_of
 from torch_unickpt.held_state.optimizers import unwrapped
+from torch_unickpt.witnessing.acting import act, serious
 from torch_unickpt.witnessing.agreeing import Ranks, meet
 from torch_unickpt.witnessing.buddies import Buddies
 from torch_unickpt.witnessing.comparing import compare_at_rest, compare_replicas
@@ -20,10 +22,12 @@ from torch_unickpt.witnessing.held import Snapshot, Stepped, stepped_by
 from torch_unickpt.witnessing.repeating import Tap
 from unickpt.base.errors import ConfigError
 from unickpt.base.logs import logger, make_visible
+from unickpt.base.round_folder import folder_of_round
+from unickpt.checkpoint.format.witnessed import Passed
 from unickpt.checkpoint.save.late_copy import silent_steps
 from unickpt.training.witness import words
 from unickpt.training.witness.nonfinite import Cause, NonFinite
-from unickpt.training.witness.record import Passed, passed_by_all
+from unickpt.training.witness.record import passed_by_all
 from unickpt.training.witness.schedule import is_checked
 from unickpt.training.witness.settings import BUDDY, NONFINITE, REPLICAS, REST, settings_of
 from unickpt.training.witness.vote import Verdict
@@ -43,8 +47,8 @@ def witness(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any] |
     Args:
         model: as the program calls it: plain, ``DistributedDataParallel``, ``fully_shard`` (FSDP2, HSDP).
         optimizer: one of ``torch.optim``, or several of them. All ranks make the same steps.
-        options: ``{"every": 50, "checks": ["rest", "replicas", "nonfinite"]}``, or a part of it; there is also ``buddy``. None:
-            nothing is watched.
+        options: ``{"every": 50, "checks": ["rest", "replicas", "nonfinite"]}``, or a part of it; there is also ``buddy``, and
+            ``"act": true``. None: nothing is watched.
         step: optimizer steps done.
 
     Returns:
@@ -79,8 +83,13 @@ def witness(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any] |
             logger.warning(
                 "unickpt: witness: the check buddy needs DistributedDataParallel on several ranks, and one optimizer"
             )
+    acts = settings.act and folder_of_round() is not None
+    if settings.act and not acts and ranks.leads:
+        logger.warning("unickpt: witness: act needs torchrun --rdzv-backend unickpt: the witness reports and does not act")
     counters = Counters(model) if NONFINITE in checks else None
-    return Witness(_Watching(settings.every, checks, watched, ranks, counters, of_buddies))
+    watching = _Watching(model, settings.every, acts, checks, watched, ranks, counters, of_buddies)
+    RUNTIME.watch(model, watching.passed)
+    return Witness(watching)
 
 
 @dataclass
@@ -114,7 +123,8 @@ class Witness:
 
     @property
     def passed(self) -> Passed:
-        """The last step that passed all checks but ``nonfinite``, as far as they see something in this job."""
+        """The last step that passed all checks but ``nonfinite``, as far as they see something in this job. After a verdict
+        about wrong numbers nothing passes any more."""
         if self._watching is None:
             return Passed(0, ())
         return self._watching.passed()
@@ -130,11 +140,15 @@ class _Watching:
     """A witness at work.
 
     Attributes:
+        acts: the agents of the job are asked to act on the first verdict about wrong numbers.
         checks: those that see something in this job.
         said: what is told once, such as copies that differ.
+        wrong: there was such a verdict. Nothing passes after it.
     """
 
+    model: torch.nn.Module
     every: int
+    acts: bool
     checks: set[str]
     watched: Sequence[_Watched]
     ranks: Ranks
@@ -142,6 +156,7 @@ class _Watching:
     buddies: Buddies | None
     verdicts: list[Verdict | NonFinite] = field(default_factory=list)
     said: set[Hashable] = field(default_factory=set)
+    wrong: bool = False
     hooks: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -151,6 +166,7 @@ class _Watching:
         self._arm()
 
     def close(self) -> None:
+        RUNTIME.watch(self.model, None)
         for hook in self.hooks:
             hook.remove()
         if self.counters is not None:
@@ -161,7 +177,7 @@ class _Watching:
     def passed(self) -> Passed:
         of_optimizers = {number: each.last for number, each in enumerate(self.watched)}
         left_out = {NONFINITE} if self.buddies is None or not self.buddies.off else {NONFINITE, BUDDY}
-        return passed_by_all(of_optimizers, self.checks - left_out)
+        return Passed(*passed_by_all(of_optimizers, self.checks - left_out))
 
     @torch.no_grad()
     def before(self, number: int, watched: _Watched, *_: Any) -> None:
@@ -230,8 +246,13 @@ class _Watching:
             )  # fmt: skip
 
     def _told(self, watched: _Watched, check: str, step: int, verdicts: Sequence[Verdict]) -> None:
-        if not verdicts:
+        if not verdicts and not self.wrong:
             watched.last[check] = step
+        fault = serious(verdicts)
+        if fault is not None and not self.wrong:
+            self.wrong = True
+            if self.acts and self.ranks.leads:
+                act(fault, self.passed().passed_until, RUNTIME.save_dirs(self.model))
         for each in verdicts:
             if check == REPLICAS and not self._is_news((each.kind, each.subject.what, each.ranks)):
                 continue  # a copy that differs does so in every later check

@@ -214,7 +214,7 @@ def load_checkpoint(
     return loaded
 
 
-def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
+def latest_checkpoint(directory: str | os.PathLike[str], *, witnessed: bool = False) -> str | None:
     """Return the path of the newest complete checkpoint in a save directory.
 
     Whole means: manifest and index are valid, and all files exist with the expected sizes. ``verify_checkpoint`` also reads
@@ -229,6 +229,8 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
 
     Args:
         directory: save directory, output directory of a Hugging Face Trainer run, or a checkpoint. A path or a URL.
+        witnessed: of the checkpoints that are not newer than the last step that the [witness](../../guides/witness.md) has
+            passed.
 
     Returns:
         Path or URL of the checkpoint; in a Trainer run, of the ``checkpoint-N`` folder. None if none is complete.
@@ -236,5 +238,5 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     Raises:
         StorageError: the storage cannot be read.
     """
-    found = newest(absolute(os.fspath(directory)))
+    found = newest(absolute(os.fspath(directory)), witnessed=witnessed)
     return None if found is None else found.path

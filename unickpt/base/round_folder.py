@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from unickpt.base.failure_kinds import FailureKind, Remedy
@@ -20,12 +21,14 @@ from unickpt.base.private_files import read_text, replacing
 RUN_ID, RINGS, RINGS_JOB = "TORCHELASTIC_RUN_ID", "UNICKPT_RINGS", "UNICKPT_RINGS_JOB"
 ROUND = "UNICKPT_ROUND"  # term of the leader and number of the round, as in 1.3
 STORE = "UNICKPT_STORE"  # address of the agents' store of the round
+HOST = "UNICKPT_HOST"  # name of this host in the job
 HOSTS = "unickpt/start/hosts"  # key in it: names of the hosts, in the order of their ranks
 COMMITS, _LONGEST = "commits", 32
 ENDED, _LONGEST_ENDED = "ended", 1 << 20
 FAILED, _LONGEST_FAILED = "failed", 8192
 STOPPING, _LONGEST_STOPPING = "stopping", 1024
 WILLING, SAVED, STAY = "willing", "saved", "stay"
+ACCUSED, _LONGEST_ACCUSED = "accused", 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,21 @@ class Failed:
     def follows(self) -> bool:
         """Whether it is the consequence of the end of another process, or was asked for."""
         return self.kind in (FailureKind.CONNECTION, FailureKind.ASKED)
+
+
+@dataclass(frozen=True, slots=True)
+class Accused:
+    """What the witness of a job has found, and asks the agents to act on.
+
+    Attributes:
+        ranks: ranks whose numbers are wrong, as others agree; empty if nobody can say whose are.
+        text: the verdict.
+        at_ns: time on the wall clock.
+    """
+
+    ranks: tuple[int, ...]
+    text: str
+    at_ns: int
 
 
 def folder_of_round() -> Path | None:
@@ -159,6 +177,26 @@ def read_failure(folder: Path, rank: int) -> Failed | None:
     return None
 
 
+def note_accused(accused: Accused) -> None:
+    """Ask the agents to act. The worker of the first rank calls this. Without such an agent it does nothing. Never raises."""
+    folder = folder_of_round()
+    if folder is not None:
+        _replace(folder / ACCUSED, json.dumps(asdict(replace(accused, text=accused.text[: _LONGEST_ACCUSED // 8]))))
+
+
+def read_accused(folder: Path) -> Accused | None:
+    """Return what the witness asks to act on; None for nothing."""
+    with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        entry = json.loads(read_text(folder / ACCUSED, _LONGEST_ACCUSED))
+        return Accused(tuple(int(rank) for rank in entry["ranks"]), str(entry["text"]), int(entry["at_ns"]))
+    return None
+
+
+def host_name() -> str:
+    """Return the name of this host in the job: that of torchrun's agent, or of the machine."""
+    return (os.environ.get(HOST) if folder_of_round() is not None else "") or socket.gethostname()
+
+
 def ends_of_job(rank: int, world: int) -> Callable[[], frozenset[int]]:
     """Return a function that gives the ranks of this round that have ended, and never raises.
 
@@ -174,7 +212,7 @@ def remove_note(folder: Path) -> None:
     """Remove what the workers and the agent have noted. Never raises."""
     with contextlib.suppress(OSError):
         notes = [path for what in (FAILED, WILLING, SAVED) for path in folder.glob(f"{what}*")]
-        for path in [folder / COMMITS, folder / ENDED, folder / STOPPING, folder / STAY, *notes]:
+        for path in [folder / COMMITS, folder / ENDED, folder / ACCUSED, folder / STOPPING, folder / STAY, *notes]:
             path.unlink(missing_ok=True)
 
 

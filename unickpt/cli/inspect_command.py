@@ -157,6 +157,7 @@ def _checkpoint_document(view: _View, pattern: re.Pattern[str] | None) -> dict[s
         "optimizer": None if manifest.optimizer is None else asdict(manifest.optimizer),
         "objects": manifest.objects,
         "ranks_with_objects": summary.ranks_with_objects(view.index),
+        "witness": None if manifest.witness is None else asdict(manifest.witness),
         "aliases": manifest.aliases,
         "excluded": manifest.excluded,
     }
@@ -209,6 +210,9 @@ def _show_heading(out: Output, view: _View) -> None:
         f"torch {writer.torch_version}; names: {writer.dialect}; format version {view.manifest.version}"
     )
     out.line(f"topology: {render_settings(writer.topology)}")
+    if manifest.witness is not None:
+        checks = ", ".join(manifest.witness.checks) or "none"
+        out.line(f"witness: passed until step {manifest.witness.passed_until}, checks: {checks}")
     out.line(f"{len(manifest.files) + 1} files, {human_bytes(view.total_bytes)}")
     kept = kept_of_model(view.storage)
     if kept:

@@ -23,13 +23,15 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
     The file ``latest`` is not consulted: it can name a checkpoint that has lost files since.
 
+    With ``--witnessed`` a checkpoint that the witness has not passed counts as one that is not complete.
+
     Raises:
         NotACheckpointError: the directory is a file, or its storage is lost. That is not code 3: it is no first start.
     """
     if is_file(args.directory):
         raise NotACheckpointError(f"{args.directory}: is a file; name a directory")
     directory = open_storage(args.directory).where()
-    found = newest(directory)
+    found = newest(directory, witnessed=args.witnessed)
     others = foreign_beside(directory)
     if found is not None:
         if others:
@@ -39,8 +41,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
         else:
             out.text(found.path)
         return SOUND
-    broken = list_tags(directory)
-    problem = _problem(directory, broken, others)
+    unpassed = newest(directory) if args.witnessed else None
+    if unpassed is not None:
+        problem = f"no checkpoint that the witness has passed; {unpassed.checkpoint} is complete"
+    else:
+        problem = _problem(directory, list_tags(directory), others)
     if not problem and not is_url(directory) and (reason := lost(directory)):
         raise NotACheckpointError(f"{directory}: {reason}")
     if args.json:

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from unickpt.base.left_workers import AGENT, LeftWorker, WorkerRecord, digest_of, end_all, left_behind
 from unickpt.base.logs import logger, printable
-from unickpt.base.round_folder import HOSTS, RINGS, ROUND, RUN_ID, STORE, note_stopping
+from unickpt.base.round_folder import HOST, HOSTS, RINGS, ROUND, RUN_ID, STORE, note_stopping
 from unickpt.checkpoint.fence import FENCE
 from unickpt.steering.agent.end_signal import EndSignal
 from unickpt.steering.agent.peer import Peer
@@ -351,7 +351,7 @@ class SteeringHandler(RendezvousHandler):
         host, port = split_address(round_.master)
         size = len(round_.members)
         os.environ[ROUND], os.environ[AGENT] = _text(round_.epoch), str(self._record.agent)
-        os.environ[STORE] = round_.store
+        os.environ[STORE], os.environ[HOST] = round_.store, self._peer.name
         os.environ[FENCE] = f"{digest_of(self._record.job)}/{state.instance}"
         self._agent.begin(round_.epoch, round_.hub, is_hub=rank == 0)
         self._watch(round_.epoch, store)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+import unickpt
 from tests.hostile.source_folders import deepspeed, transformers
 from tests.support import handmade
 from tests.support.cli import trainer_run
 from unickpt.base.errors import StorageError
+from unickpt.checkpoint.format.witnessed import Passed
 from unickpt.checkpoint.storage.posix import PosixStorage
 from unickpt.cli.locate import lost
 
@@ -50,6 +52,23 @@ def test_latest_of_a_save_directory_looks_at_files_and_not_at_the_pointer(tmp_pa
     checkpoint = tmp_path / "out" / "global_step10"
     assert run("latest", tmp_path / "out") == (0, f"{checkpoint}\n", "")
     assert run("latest", checkpoint) == (0, f"{checkpoint}\n", "")
+
+
+def test_latest_witnessed_is_not_newer_than_the_last_passed_step(tmp_path: Path, run: Any, run_json: Any) -> None:
+    out = tmp_path / "out"
+    first = handmade.save_single(out, "s3", step=3)
+    code, printed, err = run("latest", out, "--witnessed")
+    assert (code, printed) == (1, "")
+    assert f"no checkpoint that the witness has passed; {first} is complete" in err
+    last = handmade.save_single(out, "s6", step=6, witness=Passed(4, ("replicas", "rest")))
+    assert run("latest", out, "--witnessed") == (0, f"{first}\n", "")
+    assert run("latest", out) == (0, f"{last}\n", "")
+    assert unickpt.latest_checkpoint(out, witnessed=True) == str(first)
+    assert run("latest", last, "--witnessed")[0] == 1
+    assert "witness: passed until step 4, checks: replicas, rest\n" in run("inspect", last)[1]
+    assert run_json("inspect", last)[1]["checkpoint"]["witness"] == Passed(4, ("replicas", "rest")).as_json()
+    assert run_json("inspect", first)[1]["checkpoint"]["witness"] is None
+    assert run("latest", tmp_path / "new", "--witnessed")[0] == 3
 
 
 def test_latest_names_a_checkpoint_of_deepspeed_itself(tmp_path: Path, run: Any) -> None:

@@ -83,6 +83,12 @@ ROWS: list[tuple[Row, Finding, Membership, SteeringOptions, History, Order]] = [
         Row.BROKEN_OUT, found(Fault.HUNG, "h1", age_s=60, still=0, hardware=Weight.PRESENT), job(), DEFAULTS,
         History(longest_pause_s=900), parked(Row.BROKEN_OUT, "h1", for_s=NEVER_S),
     ),
+    (
+        Row.WITNESS_OUT, found(Fault.WRONG, "h1", age_s=0), job(), DEFAULTS, History(),
+        parked(Row.WITNESS_OUT, "h1", for_s=NEVER_S),
+    ),
+    (Row.WITNESS, found(Fault.WRONG, age_s=0), job(), DEFAULTS, History(), restarted(Row.WITNESS)),
+    (Row.COMMON, found(Fault.WRONG, "h1", "h2", "h3"), job(4, 1), DEFAULTS, History(), restarted(Row.COMMON)),
     (Row.AT_FAULT_BUT_NEEDED, found(Fault.DEAD, "h1"), job(4, 4), DEFAULTS, History(), restarted(Row.AT_FAULT_BUT_NEEDED)),
     (Row.COMMON, found(Fault.HUNG, "h1", "h2", "h3"), job(4, 1), DEFAULTS, History(), restarted(Row.COMMON)),
     (Row.PROGRAM, found(Fault.MISMATCH, "h1", age_s=1), job(), DEFAULTS, History(), restarted(Row.PROGRAM)),

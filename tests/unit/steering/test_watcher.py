@@ -7,7 +7,11 @@ import json
 import socket
 from pathlib import Path
 
+import pytest
+
 from tests.unit.diagnosis.agent.made import hung
+from unickpt.base import round_folder
+from unickpt.base.round_folder import Accused, note_accused, read_accused, remove_note
 from unickpt.diagnosis.agent.loop import Look
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.hardware import Weight
@@ -17,9 +21,9 @@ from unickpt.diagnosis.hardware.events import EventKind, HostEvent, HostHardware
 from unickpt.diagnosis.hardware.sources import KERNEL_LOG
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.snapshot.snapshot import Snapshot, take_snapshot
-from unickpt.steering.host.watcher import SlowTimes, report_of
+from unickpt.steering.host.watcher import SlowTimes, report_of, wrong
 from unickpt.steering.policy.policy import Fault
-from unickpt.steering.policy.reports import report_as_json, report_from_json
+from unickpt.steering.policy.reports import HubReport, report_as_json, report_from_json
 
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
 STEPS = Verdict(Syndrome.NON_COMMUNICATION_SLOW, (2,), 5, evidence=(LongSteps(25e6, 100e6, 7, 20, 1.0),))
@@ -65,6 +69,27 @@ def test_what_the_hardware_says_is_in_the_report_and_on_the_wire(tmp_path: Path)
     assert (finding.fault, finding.hosts, finding.blamed, finding.hardware) == (
         Fault.DEAD_LINK, ("a", "b"), "b", Weight.PRESENT,
     )  # fmt: skip
+
+
+def test_what_the_witness_accuses_is_a_finding_about_the_hosts_of_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note_accused(Accused((1,), "without an agent", 5))
+    monkeypatch.setenv(round_folder.RINGS, str(tmp_path))
+    monkeypatch.setenv(round_folder.RUN_ID, "j")
+    monkeypatch.setenv(round_folder.RINGS_JOB, "j")
+    assert read_accused(tmp_path) is None
+    note_accused(Accused((2, 3), "SDC_COMPUTE", 10**9))
+    found = read_accused(tmp_path)
+    assert found == Accused((2, 3), "SDC_COMPUTE", 10**9)
+    finding = wrong(found, HOSTS, 3 * 10**9)
+    assert (finding.fault, finding.hosts, finding.ranks, finding.age_s) == (Fault.WRONG, ("b",), (2, 3), 2.0)
+    report = HubReport((1, 2), 5, 0.0, (finding,))
+    assert report_from_json(json.loads(json.dumps(report_as_json(report)))) == report
+    remove_note(tmp_path)
+    assert read_accused(tmp_path) is None
+    (tmp_path / round_folder.ACCUSED).write_text('{"ranks": 1}')
+    assert read_accused(tmp_path) is None
 
 
 def test_slowness_is_as_old_as_its_first_look_and_not_as_its_newest_steps(tmp_path: Path) -> None:

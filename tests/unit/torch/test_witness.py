@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import torch_unickpt
+import unickpt
 from unickpt.base.errors import ConfigError
+from unickpt.checkpoint.checkpoint_folder import read_manifest
+from unickpt.checkpoint.format.witnessed import Passed
+from unickpt.checkpoint.storage.posix import PosixStorage
 from unickpt.training.witness.nonfinite import NonFinite, Place
-from unickpt.training.witness.record import Passed
 from unickpt.training.witness.vote import Kind, Verdict
 
 
@@ -202,3 +205,21 @@ def test_a_load_between_two_steps_is_the_doing_of_the_program(tmp_path: Path) ->
     step(model, optimizer, GOOD)
     assert watching.verdicts == []
     assert watching.passed == Passed(3, ("rest",))
+
+
+def test_a_checkpoint_has_what_the_witness_had_passed(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def saved(number: int) -> Passed | None:
+        unickpt.save_training(model, optimizer, tmp_path / f"s{number}", step=number)
+        return read_manifest(PosixStorage(str(tmp_path / f"s{number}"))).witness
+
+    assert saved(0) is None
+    watching = torch_unickpt.witness(model, optimizer, {"every": 2, "checks": ["rest"]})
+    assert saved(1) == Passed(0, ("rest",))
+    for _ in range(3):  # the state after step 2 has passed when step 3 begins
+        step(model, optimizer, GOOD)
+    assert saved(3) == Passed(2, ("rest",))
+    watching.close()
+    assert saved(4) is None

@@ -19,6 +19,7 @@ from unickpt.checkpoint.format.dtype_names import itemsize_bytes
 from unickpt.checkpoint.format.file_names import MANIFEST_FILE as MANIFEST_FILE
 from unickpt.checkpoint.format.json_text import parse_json
 from unickpt.checkpoint.format.safetensors_header import MAX_HEADER_BYTES
+from unickpt.checkpoint.format.witnessed import Passed, passed_of
 
 FORMAT_NAME = "unickpt"
 FORMAT_VERSION, OLDEST_VERSION = 3, 2  # written; the oldest that is read
@@ -130,6 +131,7 @@ class Manifest:
         generation: 0 for the first save under a tag, incremented by every later save under the same tag.
         version: format version of the file.
         notes: remarks of the writer for the reader, one sentence each.
+        witness: what the job had passed at the save; None without a witness.
     """
 
     step: int
@@ -144,6 +146,7 @@ class Manifest:
     generation: int = 0
     version: int = FORMAT_VERSION
     notes: tuple[str, ...] = ()
+    witness: Passed | None = None
 
     def file(self, path: str) -> FileRecord:
         """Return the record of one file. Raises FormatError if the manifest does not list it."""
@@ -161,6 +164,9 @@ def to_bytes(manifest: Manifest) -> bytes:
     """
     try:
         body: dict[str, Any] = {"format": FORMAT_NAME, **asdict(manifest), "version": FORMAT_VERSION}
+        del body["witness"]
+        if manifest.witness is not None:
+            body["witness"] = manifest.witness.as_json()
         body["checksum"] = digest(_canonical(body))
         text = json.dumps(body, indent=1, ensure_ascii=False, allow_nan=False)
     except RecursionError:
@@ -322,6 +328,7 @@ class _ManifestParser:
             generation=self._count(body, "generation"),
             version=self._count(body, "version"),
             notes=self._strings(body, "notes") if "notes" in body else (),
+            witness=passed_of(body.get("witness"), where=self._where),
         )
 
     def _writer(self, body: dict[str, Any]) -> Writer:

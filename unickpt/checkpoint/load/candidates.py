@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from unickpt.base.errors import NewerFormatError, StorageError, UnickptError
@@ -21,11 +21,13 @@ from unickpt.checkpoint.checkpoint_folder import (
     tracked_iteration,
 )
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
+from unickpt.checkpoint.format.witnessed import WitnessFault, suspicion
 from unickpt.checkpoint.load.failure import DAMAGE, failure_of
 from unickpt.checkpoint.load.resume import Offer
 from unickpt.checkpoint.load.validation import is_checkpoint
 from unickpt.checkpoint.storage.base import Storage, join
 from unickpt.checkpoint.storage.open import open_storage
+from unickpt.checkpoint.witness_faults import read_faults
 
 _AGAIN = 20  # attempts to load a checkpoint that is saved again each time
 
@@ -82,7 +84,8 @@ class Candidates:
 
     The first candidate is the tag in ``latest``, or else the one in Megatron's tracker file. Without either file the job is
     new and there is no candidate, or with ``newest`` it is the newest complete checkpoint. Each later candidate is the
-    newest complete checkpoint that was not tried. A checkpoint that was saved again while it was read is offered again,
+    newest complete checkpoint that was not tried. Checkpoints that may have traces of a fault that the witness has found are
+    left out. A checkpoint that was saved again while it was read is offered again,
     because its old files are gone.
 
     Args:
@@ -126,7 +129,10 @@ class Candidates:
         if self._offered is None:
             try:
                 named = latest_tag(self._folder) or self._tracked()
-                if named is not None or not self._newest:
+                suspect = "" if named is None else _suspicion(self._folder, named, read_faults(self._folder))
+                if suspect:
+                    notes.append(suspect)
+                elif named is not None or not self._newest:
                     return CandidateTag(named)
             except StorageError:
                 raise  # an unavailable storage must not lead to an older checkpoint
@@ -137,8 +143,9 @@ class Candidates:
             if identity(join(self._folder, tag)) not in (before, None) and self._again < _AGAIN:
                 self._again += 1
                 return CandidateTag(tag, (f"{join(self._folder, tag)} was saved again while it was being read",))
-        older = [name for _, name in loadable(self._folder, without=self._tried)]
-        return CandidateTag(older[0] if older else None, tuple(notes))
+        faults = read_faults(self._folder)
+        older = (name for _, name in loadable(self._folder, without=self._tried))
+        return CandidateTag(next((name for name in older if not _suspicion(self._folder, name, faults)), None), tuple(notes))
 
     def _tracked(self) -> str | None:
         """Return the directory that Megatron's tracker file names, if it holds a unickpt checkpoint."""
@@ -147,6 +154,19 @@ class Candidates:
         if name is None or open_storage(self._folder).subfolder(name).size_bytes(MANIFEST_FILE) is None:
             return None
         return name
+
+
+def _suspicion(folder: str, name: str, faults: Sequence[WitnessFault]) -> str:
+    """Return why a job must not resume from a checkpoint, or ''. One that cannot be read is no matter of the witness."""
+    if not faults:
+        return ""
+    place = open_storage(folder).subfolder(name)
+    with contextlib.suppress(UnickptError):
+        manifest = read_manifest(place)
+        fault = suspicion(manifest.step, manifest.witness, faults)
+        if fault is not None:
+            return f"{place} is of step {manifest.step}, and may have traces of a fault after step {fault.after}: {fault.text}"
+    return ""
 
 
 def identity(directory: str) -> Identity:

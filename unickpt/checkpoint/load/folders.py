@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unickpt.base.errors import NotACheckpointError, StorageError, UnickptError
-from unickpt.checkpoint.checkpoint_folder import complete_checkpoints, read_manifest
+from unickpt.checkpoint.checkpoint_folder import manifests_in, read_manifest
+from unickpt.checkpoint.coordination.owners import Origin
 from unickpt.checkpoint.format.layout import DATA_FOLDER, ROWS_FOLDER
 from unickpt.checkpoint.format.manifest import Manifest
+from unickpt.checkpoint.format.witnessed import passed_until, suspicion
 from unickpt.checkpoint.load.validation import checked_index, is_checkpoint
 from unickpt.checkpoint.storage.base import Storage
 from unickpt.checkpoint.storage.open import open_storage
+from unickpt.checkpoint.witness_faults import read_faults
 
 TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")  # transformers/trainer_utils.py: PREFIX_CHECKPOINT_DIR and the step
 TRAINER_STATE = "trainer_state.json"  # transformers: TRAINER_STATE_NAME. Trainer writes it last
@@ -75,31 +79,56 @@ def list_tags(directory: str) -> list[TagSummary]:
     return sorted(tags, key=lambda tag: (-1 if tag.step is None else tag.step, tag.tag))
 
 
-def newest(directory: str) -> NewestCheckpoint | None:
+def newest(directory: str, *, witnessed: bool = False) -> NewestCheckpoint | None:
     """Return the newest complete checkpoint of a directory or of a Trainer run, or the directory itself if it is a checkpoint.
 
-    Reads manifests until one checkpoint is complete, so the cost does not grow with old checkpoints.
+    Reads manifests, and checks the files of the newest until one is complete.
+
+    Args:
+        directory: a path or a URL.
+        witnessed: of the checkpoints that are not newer than the last step that the witness of their model has passed.
 
     Returns:
-        None if the directory holds no complete checkpoint.
+        None if the directory holds no such checkpoint.
+
+    Checkpoints that may have traces of a fault that the witness has found do not count.
 
     Raises:
         StorageError: the storage cannot be read.
+        FormatError: the file that names these faults is damaged.
     """
     place = open_storage(directory)
     if is_checkpoint(directory):
         found = _complete(place)
-        return None if found is None else NewestCheckpoint(place.where(), place.where(), found.step)
+        if found is None or (witnessed and not _is_witnessed(found, [found])):
+            return None
+        return NewestCheckpoint(place.where(), place.where(), found.step)
     runs = trainer_folders(place)
     trainer = _has_trainer_state(place, runs)
-    candidates = [(step, name, name) for step, name in complete_checkpoints(directory)]
+    candidates = [(manifest.step, name, name, manifest) for name, manifest in _sound_in(directory)]
     for name in runs:
         if not _torn(place.subfolder(name), trainer=trainer):
-            candidates += [(step, name, f"{name}/{inner}") for step, inner in complete_checkpoints(place.where(name))]
-    for step, path, checkpoint in sorted(candidates, reverse=True):
+            inside = _sound_in(place.where(name))
+            candidates += [(manifest.step, name, f"{name}/{inner}", manifest) for inner, manifest in inside]
+    known = [manifest for *_, manifest in candidates]
+    for step, path, checkpoint, manifest in sorted(candidates, key=lambda each: each[:3], reverse=True):
+        if witnessed and not _is_witnessed(manifest, known):
+            continue
         if _complete(open_storage(place.where(checkpoint))) is not None:
             return NewestCheckpoint(place.where(path), place.where(checkpoint), step)
     return None
+
+
+def _sound_in(directory: str) -> list[tuple[str, Manifest]]:
+    """Return names and manifests in a folder, without those that may have traces of a fault that the witness has found."""
+    faults = read_faults(directory)
+    return [(name, each) for name, each in manifests_in(directory) if suspicion(each.step, each.witness, faults) is None]
+
+
+def _is_witnessed(manifest: Manifest, known: Sequence[Manifest]) -> bool:
+    """Whether the witness of a model has passed the step of a checkpoint, by what all its checkpoints say."""
+    origin = Origin.of(manifest)
+    return manifest.step <= passed_until(each.witness for each in known if origin.continues(Origin.of(each)))
 
 
 def trainer_folders(place: Storage) -> list[str]:

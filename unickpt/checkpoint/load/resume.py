@@ -22,6 +22,7 @@ from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.fence import take_on_resume
 from unickpt.checkpoint.load.checkpoint import Planned
 from unickpt.checkpoint.load.failure import error_of, failure_of, is_damage
+from unickpt.checkpoint.witness_faults import note_gone_back
 
 T = TypeVar("T")
 Opener = Callable[[], HostPeers]
@@ -235,7 +236,10 @@ def resume(
             return nothing(found)
         tried = True
         try:
-            return attempt(found, tuple(skipped))
+            done = attempt(found, tuple(skipped))
+            if exchange.rank == 0:
+                _note_gone_back(where)
+            return done
         except AgreedFailureError as agreed:
             error, failures = agreed.error, agreed.failures
         if found.explicit or not fall_back or not is_damage(failures):
@@ -245,6 +249,14 @@ def resume(
         skipped.append(str(reason) if found.directory in str(reason) else f"{found.directory}: {reason}")
         if exchange.rank == 0:
             logger.warning("unickpt: %s cannot be used: %s Looking for an older one.", found.directory, _ended(str(reason)))
+
+
+def _note_gone_back(where: str) -> None:
+    """Note that a job has loaded a checkpoint behind the faults that the witness has found."""
+    try:
+        note_gone_back(where)
+    except UnickptError as err:
+        logger.warning("unickpt: faults that the witness has found stay as they are: %s", err)
 
 
 _WITHOUT_OTHERS = "Copy the files back if there is another copy of them, or start anew."

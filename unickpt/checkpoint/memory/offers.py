@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from unickpt.base.errors import UnickptError
 from unickpt.base.logs import logger
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
+from unickpt.checkpoint.format.witnessed import suspicion_in_memory
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.resume import Offer
 from unickpt.checkpoint.memory.host_folder import HostFolder, read_token
 from unickpt.checkpoint.memory.tier import MemoryLoad, MemoryTier, choose
 from unickpt.checkpoint.storage.base import join
+from unickpt.checkpoint.witness_faults import read_faults
 
 
 class MemoryOffers:
@@ -90,7 +92,20 @@ class MemoryResume:
             logger.warning("unickpt: in the memory of the hosts: %s", "; ".join(self.load.problems))
 
     def offers(self, disk: Callable[[], Offer], native_step: Callable[[], int]) -> MemoryOffers:
-        """Return the order in which checkpoints are tried, given those on disk (``MemoryOffers``). Used on the coordinator."""
+        """Return the order in which checkpoints are tried, given those on disk (``MemoryOffers``). Used on the coordinator.
+
+        Generations that may have traces of a fault that the witness has found are left out.
+        """
+        try:
+            faults = read_faults(self.folder)
+        except UnickptError:
+            faults = ()  # the disk tells it, which is looked at next
+        suspect = [each for each in self.load.found if suspicion_in_memory(each.step, faults) is not None]
+        for each in suspect:
+            logger.warning(
+                "unickpt: %s in memory may have traces of a fault that the witness has found: it is not loaded", each.tag
+            )
+        self.load.found = [each for each in self.load.found if each not in suspect]
         return MemoryOffers(self.load, self.folder, disk, native_step)
 
     def check(self, offer: Offer) -> None:

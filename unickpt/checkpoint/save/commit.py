@@ -134,6 +134,7 @@ def commit(
         objects=part.objects,
         generation=generation,
         notes=part.notes,
+        witness=part.witness,
     )
     durable = publish(storage, manifest, table, proceed=proceed)
     return CommittedCheckpoint(sum(record.size_bytes for record in manifest.files), durable)

@@ -1,7 +1,8 @@
 """Removal of old checkpoints.
 
 Only files written by unickpt are removed (``remove_whole`` removes the folder), and only after a newer checkpoint was
-committed. The newest complete checkpoint always stays, and so do those that ``latest`` and Megatron's tracker file name.
+committed. The newest complete checkpoint always stays, and so do those that ``latest`` and Megatron's tracker file name, and
+the newest one that the witness has nothing to say against.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from unickpt.checkpoint.checkpoint_folder import iteration_name, kept_of_model, 
 from unickpt.checkpoint.coordination.owners import Origin
 from unickpt.checkpoint.format.file_names import MODEL_FOLDER, MODEL_TEMPLATES
 from unickpt.checkpoint.format.layout import DATA_FOLDER, DCP_MARK_FILE, LOCK_FILE, MARK_FILE, ROWS_FOLDER
-from unickpt.checkpoint.format.manifest import MANIFEST_FILE
+from unickpt.checkpoint.format.manifest import MANIFEST_FILE, Manifest
+from unickpt.checkpoint.format.witnessed import needed, passed_until, suspicion
 from unickpt.checkpoint.storage.base import Storage
 from unickpt.checkpoint.storage.open import open_storage
+from unickpt.checkpoint.witness_faults import read_faults
 
 README_FILE = "README-unickpt.txt"  # written by the DeepSpeed adapter
 ABANDONED_S = 3600.0  # a save without a write for this time is considered dead
@@ -70,8 +73,10 @@ def apply(folder: str, policy: Retention, *, just_saved: str, busy: Collection[s
     if policy.keep_last <= 0:
         return []
     place = open_storage(folder)
-    protected = {just_saved, *busy, *named(folder)}
-    old = superseded(_of_one_model(folder, just_saved), policy, protected=protected)
+    own = _of_one_model(folder, just_saved)
+    found = [(manifest.step, name) for name, manifest in own]
+    protected = {just_saved, *busy, *named(folder), *witnessed(folder, own)}
+    old = superseded(found, policy, protected=protected)
     removed = [name for name in old if _remove_unless_in_use(folder, place.subfolder(name), name)]
     dead = [name for name in abandoned(place) if name not in protected]
     cleaned = [name for name in dead if _remove_unless_in_use(folder, place.subfolder(name), name)]
@@ -80,11 +85,25 @@ def apply(folder: str, policy: Retention, *, just_saved: str, busy: Collection[s
     return [*removed, *cleaned]
 
 
-def _of_one_model(folder: str, just_saved: str) -> list[tuple[int, str]]:
-    """Return ``(step, name)`` of the complete checkpoints of the model that was just saved. Other models have their own."""
-    found = [(name, manifest.step, Origin.of(manifest)) for name, manifest in manifests_in(folder)]
+def _of_one_model(folder: str, just_saved: str) -> list[tuple[str, Manifest]]:
+    """Return names and manifests of the complete checkpoints of the model that was just saved. Other models have their own."""
+    found = [(name, manifest, Origin.of(manifest)) for name, manifest in manifests_in(folder)]
     own = next((origin for name, _, origin in found if name == just_saved), Origin())
-    return [(step, name) for name, step, origin in found if own.continues(origin)]
+    return [(name, manifest) for name, manifest, origin in found if own.continues(origin)]
+
+
+def witnessed(folder: str, found: Sequence[tuple[str, Manifest]]) -> set[str]:
+    """Return the checkpoint that a roll-back needs, of the complete ones of a model; empty if no witness has passed one.
+
+    Raises:
+        FormatError, StorageError: the file with the faults that a witness has found cannot be read.
+    """
+    if all(manifest.witness is None for _, manifest in found):
+        return set()
+    faults = read_faults(folder)
+    sound = [(name, each) for name, each in found if suspicion(each.step, each.witness, faults) is None]
+    name = needed([(manifest.step, name) for name, manifest in sound], passed_until(each.witness for _, each in sound))
+    return set() if name is None else {name}
 
 
 def named(folder: str) -> set[str]:

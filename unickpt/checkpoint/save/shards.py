@@ -18,6 +18,7 @@ from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.layout import SHARED_PREFIX, SHARED_TENSORS_PREFIX
 from unickpt.checkpoint.format.manifest import OptimizerRecord, Writer
+from unickpt.checkpoint.format.witnessed import Passed
 
 if TYPE_CHECKING:  # it has shards
     from unickpt.checkpoint.save.kept import BoundShards, Keeper
@@ -97,6 +98,7 @@ class Contribution:
         aliases, excluded: further names of tied parameters, and names of excluded parameters. Those of all ranks are merged.
             Only one of the ranks with the same parameters needs to give them.
         step, writer, optimizer, objects: state of the job; only those of the coordinator are used.
+        witness: what the job has passed; only that of the coordinator is used. None without a witness.
         bound: further shards, which an earlier contribution had in ``shards``; or None.
         keeper: keeps the steady shards for later contributions; or None.
     """
@@ -117,6 +119,7 @@ class Contribution:
     unsteady: str = ""
     bound: BoundShards | None = None
     keeper: Keeper | None = None
+    witness: Passed | None = None
 
 
 @dataclass
@@ -126,7 +129,8 @@ class Prepared:
     Attributes:
         shards: all shards of the data file of this rank, including objects. A conditional shard comes after the shard
             that it is compared with.
-        tensors, step, writer, optimizer, optimizer_part, aliases, excluded, different, replica: as in ``Contribution``.
+        tensors, step, writer, optimizer, optimizer_part, aliases, excluded, different, replica, witness: as in
+            ``Contribution``.
         objects: the encoded objects of the job.
         notes: on the coordinator, the sentences on differences between ranks for the manifest.
         bound: shards that are not in ``shards`` yet, or None.
@@ -145,6 +149,7 @@ class Prepared:
     replica: tuple[int, str] | None = None
     notes: tuple[str, ...] = ()
     bound: BoundShards | None = None
+    witness: Passed | None = None
 
     def bind(self) -> None:
         """Put all shards into ``shards``."""
@@ -186,7 +191,7 @@ def prepare(contribution: Contribution, rank: int) -> Prepared:
     return Prepared(
         shards, [*contribution.tensors, *conditional, *empty], contribution.step, contribution.writer, contribution.optimizer,
         contribution.optimizer_part, contribution.aliases, contribution.excluded, job.value,
-        contribution.different, contribution.replica, bound=contribution.bound,
+        contribution.different, contribution.replica, bound=contribution.bound, witness=contribution.witness,
     )  # fmt: skip
 
 

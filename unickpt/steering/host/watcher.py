@@ -26,6 +26,7 @@ from unickpt.base.errors import UnickptError
 from unickpt.base.left_workers import end_all, left_in
 from unickpt.base.limited_http import RateLimitedLog
 from unickpt.base.prometheus import OpenPort, Scrape
+from unickpt.base.round_folder import Accused, read_accused
 from unickpt.diagnosis.agent.launch import write_address
 from unickpt.diagnosis.agent.loop import EVERY_S, Agent, Look
 from unickpt.diagnosis.agent.ring_looks import RingLooks, over
@@ -38,7 +39,7 @@ from unickpt.diagnosis.recording.ring_folder import SessionNote, read_note
 from unickpt.diagnosis.reports.verdict_text import render
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
 from unickpt.steering.host.gains import Gains, PredictGain
-from unickpt.steering.policy.policy import Finding, finding_of
+from unickpt.steering.policy.policy import Fault, Finding, finding_of
 from unickpt.steering.policy.reports import LONGEST_TEXT, MOST_FINDINGS, HubReport, report_as_json
 
 LONGEST_LINE = 65_536
@@ -147,7 +148,11 @@ class RoundWatch:
         for name, snapshot, _ in self._collector.named():
             hosts |= dict.fromkeys(snapshot.ranks, unquote(name))
         slow_s = self._slow.seconds(found.verdicts, time.monotonic())
-        return report_of(self.assignment.epoch, found, hosts, self._pause_ns, slow_s, self._gains)
+        report = report_of(self.assignment.epoch, found, hosts, self._pause_ns, slow_s, self._gains)
+        accused = read_accused(Path(self.assignment.folder))
+        if accused is None:
+            return report
+        return replace(report, findings=(wrong(accused, hosts, time.time_ns()), *report.findings)[:MOST_FINDINGS])
 
 
 def report_of(
@@ -194,6 +199,13 @@ def _finding(verdict: Verdict, found: Look, hosts: Mapping[int, str], slow_s: fl
         hardware=weight_of(verdict, found.snapshot), blamed=_one(broken_hosts(verdict, found.snapshot)),
     )  # fmt: skip
     return replace(finding, age_s=age_s)
+
+
+def wrong(accused: Accused, hosts: Mapping[int, str], now_ns: int) -> Finding:
+    """Return what the policy must know about a verdict of the witness. ``hosts``: host of every rank."""
+    blamed = tuple(dict.fromkeys(hosts[rank] for rank in accused.ranks if rank in hosts))
+    age_s = max(0.0, (now_ns - accused.at_ns) / 1e9)
+    return Finding(Fault.WRONG, blamed, age_s, ranks=accused.ranks, text=accused.text[:LONGEST_TEXT])
 
 
 def _one(hosts: Sequence[str]) -> str:

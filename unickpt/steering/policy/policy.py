@@ -30,6 +30,7 @@ class Fault(enum.Enum):
     """Kind of a finding, the most certain one first."""
 
     DEAD = "dead"
+    WRONG = "wrong numbers"
     STOPPED = "stopped"
     HUNG = "hung"
     MISMATCH = "mismatch"
@@ -47,6 +48,8 @@ class Row(enum.Enum):
     STOPPED_OUT = "a process is stopped: its host is out"
     HUNG_OUT = "a rank hangs by its own doing: its host is out"
     BROKEN_OUT = "hardware of a host has failed, and its rank is dead, hangs or is slow: it is out until a person admits it"
+    WITNESS_OUT = "a host has wrong numbers, as two others agree: it is out until a person admits it"
+    WITNESS = "numbers differ, and nobody can say whose are wrong: restart in place"
     AT_FAULT_BUT_NEEDED = "without the host too few hosts are left: restart in place"
     COMMON = "more than half of the hosts are blamed: restart in place, because the cause is none of them"
     PROGRAM = "mismatched calls or a deadlock: restart in place"
@@ -195,6 +198,10 @@ def _orders(finding: Finding, history: History, state: Membership, options: Stee
         return _out(Row.BROKEN_OUT, finding, finding.hosts, history, state, options)
     if fault is Fault.DEAD and age_s >= options.dead_seconds:
         return _out(Row.DEAD_OUT, finding, finding.hosts, history, state, options)
+    if fault is Fault.WRONG:
+        if finding.hosts:
+            return _out(Row.WITNESS_OUT, finding, finding.hosts, history, state, options)
+        return _restart(Row.WITNESS, finding, history, options)
     if fault is Fault.STOPPED and age_s >= options.stopped_seconds:
         return _out(Row.STOPPED_OUT, finding, finding.hosts, history, state, options)
     if fault is Fault.HUNG and hangs and _stands(finding, options) and not finding.at_work:
@@ -261,7 +268,8 @@ def _out(
     if not state.limits.size(len(_usable(state) - set(hosts))):
         return _restart(Row.AT_FAULT_BUT_NEEDED, finding, history, options)
     times = max(history.evictions.get(host, 0) for host in hosts)
-    for_s = NEVER_S if finding.hardware is Weight.PRESENT else state.limits.out_for_s(times)
+    stays = finding.hardware is Weight.PRESENT or row is Row.WITNESS_OUT
+    for_s = NEVER_S if stays else state.limits.out_for_s(times)
     return [Order(Action.PARK, hosts, row.name, finding.text, for_s, _to_kill(finding))]
 
 

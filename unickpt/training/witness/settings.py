@@ -25,7 +25,7 @@ class Settings:
     Attributes:
         every: steps from one check to the next. ``nonfinite`` counts in every step.
         checks: some of ``CHECKS``.
-        act: take hosts out of the job. Not supported: the witness reports.
+        act: go back to a checkpoint that passed, and under ``--rdzv-backend unickpt`` take a host out.
     """
 
     every: int = 50
@@ -49,8 +49,6 @@ class Settings:
                 raise ConfigError(f'"witness.checks": there is no check {check!r}; there are {", ".join(CHECKS)}')
         if type(self.act) is not bool:
             raise ConfigError(f'"witness.act" must be true or false, not {self.act!r}')
-        if self.act:
-            raise ConfigError('"witness.act": the witness cannot take hosts out yet; leave it false')
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings as JSON types."""

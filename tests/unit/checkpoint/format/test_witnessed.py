@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.handmade import WRITER
 from unickpt.base.errors import FormatError
-from unickpt.training.witness.record import Passed, needed, passed_by_all, passed_of, roll_back
+from unickpt.checkpoint.format.manifest import FileRecord, Manifest, from_bytes, to_bytes
+from unickpt.checkpoint.format.witnessed import Passed, WitnessFault, needed, passed_of, passed_until, suspicion_in_memory
 
 FOUND = [(10, "a"), (20, "b"), (30, "c")]
 
@@ -35,18 +37,9 @@ def test_what_retention_must_keep_is_what_a_later_roll_back_takes(steps: set[int
         kept = [each for each in kept if each[1] == must or each is kept[-1] or each[0] > until]
 
 
-def test_a_job_has_passed_what_its_slowest_rank_passed() -> None:
-    of_ranks = {0: {"rest": 40, "replicas": 50}, 1: {"rest": 50, "replicas": 50}}
-    assert passed_by_all(of_ranks, ["replicas", "rest"]) == Passed(40, ("replicas", "rest"))
-    assert passed_by_all(of_ranks | {2: {"rest": 50}}, ["replicas"]) == Passed(0, ("replicas",))
-    assert passed_by_all({}, []) == Passed(0, ())
-
-
-def test_a_roll_back_goes_before_the_last_passed_step_of_each_accused_host() -> None:
-    passed = {"x": 25, "y": 15, "z": 35}
-    assert roll_back(FOUND, passed, ["x"]) == "b"
-    assert roll_back(FOUND, passed, ["x", "y"]) == "a"
-    assert roll_back(FOUND, passed, ["unknown"]) is None
+def test_a_checkpoint_in_memory_is_suspect_until_a_job_has_gone_back() -> None:
+    faults = [WitnessFault(9, 10, "a", gone_back=True), WitnessFault(15, 20, "b")]
+    assert [suspicion_in_memory(step, faults) for step in (10, 15, 16)] == [None, None, faults[1]]
 
 
 def test_a_record_survives_json() -> None:
@@ -58,8 +51,22 @@ def test_a_record_survives_json() -> None:
 @pytest.mark.parametrize(
     "value",
     [3, [], {}, {"passed_until": 1}, {"checks": []}, {"passed_until": -1, "checks": []}, {"passed_until": True, "checks": []},
-     {"passed_until": 1, "checks": [1]}, {"passed_until": 2**62, "checks": []}],
+     {"passed_until": 1, "checks": [1]}, {"passed_until": 1, "checks": [], "faults": -1},
+     {"passed_until": 2**62, "checks": []}],
 )  # fmt: skip
 def test_other_values_are_refused(value: object) -> None:
     with pytest.raises(FormatError, match="m: member 'witness' must have"):
         passed_of(value, where="m")
+
+
+@pytest.mark.parametrize("record", [None, Passed(7, ("rest",))])
+def test_a_manifest_has_the_record_of_a_witness_and_no_member_without_one(record: Passed | None) -> None:
+    file = FileRecord("index.safetensors", 8, "xxh3_128:0", 8, "xxh3_128:0")
+    data = to_bytes(Manifest(9, "now", WRITER, (file,), file.path, witness=record))
+    assert from_bytes(data, where="m").witness == record
+    assert (b"witness" in data) == (record is not None)
+
+
+def test_the_last_passed_step_of_a_folder_is_the_latest_one() -> None:
+    assert passed_until([None, Passed(7, ("rest",)), Passed(3, ())]) == 7
+    assert passed_until([None]) == 0

@@ -15,12 +15,15 @@ from tests.support.saves import large, request, saved
 from unickpt.base.errors import FormatError, StorageError, UnickptError
 from unickpt.checkpoint.checkpoint_folder import TRACKER, complete_checkpoints, latest_tag, tracked_iteration
 from unickpt.checkpoint.format.layout import LOCK_FILE
+from unickpt.checkpoint.format.witnessed import Passed, WitnessFault
 from unickpt.checkpoint.load.candidates import Candidates
+from unickpt.checkpoint.load.folders import newest
 from unickpt.checkpoint.save import retention
 from unickpt.checkpoint.save.requests import SaveOptions
 from unickpt.checkpoint.save.retention import Retention
 from unickpt.checkpoint.save.saver import Saver
 from unickpt.checkpoint.storage.posix import PosixStorage
+from unickpt.checkpoint.witness_faults import add_fault, note_gone_back, read_faults
 
 
 def order(candidates: Candidates) -> list[str | None]:
@@ -178,3 +181,42 @@ def test_an_unreadable_manifest_is_reported_and_nothing_is_removed(
     assert Saver(options).save(request(tmp_path, "c", large(1)), alone()).committed
     assert "were not removed: " in caplog.text
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"a", "b", "c"}
+
+
+def witnessed(folder: Path, step: int, record: Passed | None) -> None:
+    wanted = request(folder, f"s{step}", large(1))
+    part = wanted.contribute({})
+    part.step, part.witness = step, record
+    wanted.contribute = lambda _: part
+    assert Saver(SaveOptions()).save(wanted, alone()).committed
+
+
+def test_a_job_goes_back_behind_a_fault_that_the_witness_has_found(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        witnessed(tmp_path, step, Passed(4, ("rest",)))
+    add_fault(tmp_path, WitnessFault(4, 7, "SDC_AT_REST"))
+    candidates = Candidates(tmp_path)
+    choice = candidates.next()
+    assert choice.tag == "s4"
+    assert choice.notes == (f"{tmp_path}/s6 is of step 6, and may have traces of a fault after step 4: SDC_AT_REST",)
+    assert order(candidates) == ["s2", None]
+    assert newest(str(tmp_path)).checkpoint == f"{tmp_path}/s4"  # type: ignore[union-attr]
+    note_gone_back(tmp_path)
+    witnessed(tmp_path, 5, Passed(4, ("rest",), faults=1))  # of the job that has gone back
+    assert order(Candidates(tmp_path)) == ["s5", "s4", "s2", None]
+    add_fault(tmp_path, WitnessFault(4, 9, "SDC_REPLICA"))
+    assert order(Candidates(tmp_path)) == ["s4", "s2", None]
+    assert [(fault.found, fault.gone_back) for fault in read_faults(tmp_path)] == [(7, True), (9, False)]
+
+
+def test_a_damaged_file_of_faults_ends_a_start_with_advice(tmp_path: Path) -> None:
+    saved(tmp_path, "a")
+    for content in (
+        "{",
+        "[]",
+        '{"faults": [{"after": -1}]}',
+        '{"faults": [{"after": 1, "found": 2, "text": "", "gone_back": 1}]}',
+    ):
+        (tmp_path / "witness.json").write_text(content)
+        with pytest.raises(FormatError, match=r"witness.json.*remove the file"):
+            Candidates(tmp_path).next()

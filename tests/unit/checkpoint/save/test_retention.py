@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.rank_threads import alone
 from tests.support.saves import assert_counts, large, request
+from unickpt.checkpoint.format.witnessed import Passed
 from unickpt.checkpoint.save import retention
 from unickpt.checkpoint.save.requests import SaveOptions
 from unickpt.checkpoint.save.retention import Retention, superseded
@@ -31,13 +32,14 @@ def test_new_and_protected_checkpoints_and_multiples_are_kept(steps: list[int], 
     assert not newest or f"s{newest[0]}" not in gone
 
 
-def saved(folder: Path, tag: str, step: int, policy: Retention) -> None:
+def saved(folder: Path, tag: str, step: int, policy: Retention, passed: int | None = None) -> None:
     wanted = request(folder, tag, large(2))
     first = wanted.contribute
 
     def contribute(announced: dict[str, object]):  # type: ignore[no-untyped-def]
         part = first(announced)
         part.step = step
+        part.witness = None if passed is None else Passed(passed, ("rest",))
         return part
 
     wanted.contribute = contribute
@@ -52,6 +54,12 @@ def test_a_folder_keeps_the_checkpoints_of_the_policy(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "s3", "s6", "s7"]
     for name in ("s3", "s6", "s7"):
         assert_counts(tmp_path / name, 2)
+
+
+def test_the_checkpoint_of_a_roll_back_stays_until_the_witness_has_passed_a_newer_one(tmp_path: Path) -> None:
+    for step, passed, stay in ((1, 0, {1}), (2, 1, {1, 2}), (3, 1, {1, 3}), (4, 1, {1, 4}), (5, 4, {4, 5}), (6, None, {4, 6})):
+        saved(tmp_path, f"s{step}", step, Retention(keep_last=1), passed)
+        assert {path.name for path in tmp_path.glob("s*")} == {f"s{each}" for each in stay}, step
 
 
 def test_foreign_files_stay_and_dead_saves_are_removed(tmp_path: Path) -> None:
