@@ -16,8 +16,9 @@ from unickpt.base.autoload import DEEPSPEED, unwatch
 
 if TYPE_CHECKING:
     from ds_unickpt.trainer.preemption_callback import PreemptionCallback
+    from ds_unickpt.witnessing.watch import witness_of
 
-__all__ = ["PreemptionCallback", "StartingPoint", "install", "resume_or_start", "stage_layers", "uninstall"]
+__all__ = ["PreemptionCallback", "StartingPoint", "install", "resume_or_start", "stage_layers", "uninstall", "witness_of"]
 
 if "deepspeed.runtime.engine" not in sys.modules:
     # A program imports this package itself, before DeepSpeed. The hooks need DeepSpeed's classes.
@@ -28,7 +29,11 @@ install()
 
 
 def __getattr__(name: str) -> Any:
-    """Return the name that needs transformers."""
+    """Return a name whose module is imported only then."""
+    if name == "witness_of":
+        from ds_unickpt.witnessing.watch import witness_of
+
+        return witness_of
     if name != "PreemptionCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from ds_unickpt.trainer.preemption_callback import PreemptionCallback

@@ -101,6 +101,18 @@ def _begin_checkpoints(new: NewEngine) -> None:
     )  # fmt: skip
 
 
+def _begin_witness(new: NewEngine) -> None:
+    from ds_unickpt.witnessing import watch
+
+    watch.begin(new.runtime, new.engine, new.options.witness)
+
+
+def _end_witness(new: NewEngine) -> None:
+    from ds_unickpt.witnessing import watch
+
+    watch.end(new.runtime, new.engine)
+
+
 def _copies_late(new: NewEngine) -> bool:
     options = new.options
     return options.enabled and options.copy_behind_training and bool(options.async_save or options.memory.to_disk_every)
@@ -144,6 +156,7 @@ FEATURES = (
     Feature("timing", lambda new: new.options.timing.enabled, _begin_timing),
     Feature("precision", lambda new: bool(new.options.precision), _begin_precision),
     Feature("compression", lambda new: new.options.compression.scheme != "none", _begin_compression, _end_compression),
+    Feature("witness", lambda new: bool(new.options.witness.every), _begin_witness, _end_witness),
     Feature("late copies", _copies_late, lambda _: settling.install()),
     Feature("checkpoints", lambda new: new.options.enabled, _begin_checkpoints),
     Feature("batch check", _reads_batch, _compare_batches),
@@ -163,7 +176,13 @@ def adopt(runtime: EngineRuntime, engine: Any) -> None:
     options = read_options(internals.config_of(engine))
     if options is None:
         return
-    if options.enabled or options.timing.enabled or options.compression.scheme != "none" or options.precision:
+    if (
+        options.enabled
+        or options.timing.enabled
+        or options.compression.scheme != "none"
+        or options.precision
+        or options.witness.every
+    ):
         make_visible()
     new = NewEngine(runtime, engine, options)
     with contextlib.ExitStack() as begun:

@@ -16,6 +16,7 @@ from ds_unickpt.framework.versions import ENGINE, SOURCE, version
 from ds_unickpt.runtime import EngineRuntime
 from ds_unickpt.saving import hints
 from ds_unickpt.trainer import trainer_hooks
+from ds_unickpt.witnessing import step_hooks
 from unickpt.base import hooks
 from unickpt.base.autoload import watch
 from unickpt.base.hooks import Hook
@@ -141,7 +142,7 @@ TIMING = declared(
     until="DeepSpeed has callbacks for the phases of a step",
 )
 BESIDE = [batch_hooks.HOOK, TIMING]  # alone: without them, the job saves and loads all the same
-OPTIONAL = [*compression_hooks.HOOKS, *settling.HOOKS]  # installed only if an option asks for them
+OPTIONAL = [*compression_hooks.HOOKS, *settling.HOOKS, *step_hooks.HOOKS]  # installed only if an option asks for them
 NEEDED = [*HOOKS, *trainer_hooks.HOOKS]  # all of a framework, or unickpt does not act in it
 DECLARED = [*HOOKS, *BESIDE, *OPTIONAL, *hints.HOOKS, *trainer_hooks.HOOKS, trainer_hooks.MEMORY]
 

@@ -29,6 +29,14 @@ class Choosing(Protocol):
     def stepped(self, engine: Any) -> None: ...
 
 
+class Witnessing(Protocol):
+    """What hooks tell the witness of an engine (``EngineWitness``)."""
+
+    def before(self, engine: Any) -> None: ...
+    def after(self, engine: Any) -> None: ...
+    def forget(self) -> None: ...
+
+
 class EngineRuntime:
     """Makes the message exchanges of this process. Each has its own keys in the job's store.
 
@@ -42,6 +50,7 @@ class EngineRuntime:
         memory: memory tier of the next engine, in which Trainer has looked for a checkpoint; None: it makes its own.
         compressed: compression of the gradients that an engine, or its ZeRO optimizer, reduces.
         choosing: engines whose job chooses a compression by itself.
+        witnesses: witness of an engine.
         owners: models of the engines that use unickpt; None before the first one.
         readers: checkpoint engines that load unickpt checkpoints into engines without the ``unickpt`` key.
         script_found: folder that ``get_last_checkpoint`` last returned to a script; None before.
@@ -55,6 +64,7 @@ class EngineRuntime:
         self.memory: MemoryTier | None = None
         self.compressed: WeakKeyDictionary[Any, Compressed] = WeakKeyDictionary()
         self.choosing: WeakKeyDictionary[Any, Choosing] = WeakKeyDictionary()
+        self.witnesses: WeakKeyDictionary[Any, Witnessing] = WeakKeyDictionary()
         self.owners: Owners | None = None
         self.readers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self.script_found: str | None = None

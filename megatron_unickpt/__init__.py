@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from megatron_unickpt.held_state.positions import PositionFree
     from megatron_unickpt.measuring.precision import apply_precision
     from megatron_unickpt.measuring.timing import begin as time_collectives
+    from megatron_unickpt.witnessing.watch import witness
+    from unickpt.api.witness import Witness
 
 __all__ = [
     "METADATA", "RUNTIME", "MegatronCheckpointError", "MegatronSaveError", "PositionFree", "UnickptLoadStrategy",
-    "UnickptSaveStrategy", "apply_precision", "load", "resume_or_start", "save", "time_collectives",
+    "UnickptSaveStrategy", "Witness", "apply_precision", "load", "resume_or_start", "save", "time_collectives", "witness",
 ]  # fmt: skip
 
 _MODULES = {
@@ -37,6 +39,8 @@ _MODULES = {
     "resume_or_start": ("megatron_unickpt.api", "resume_or_start"),
     "save": ("megatron_unickpt.api", "save"),
     "time_collectives": ("megatron_unickpt.measuring.timing", "begin"),
+    "Witness": ("unickpt.api.witness", "Witness"),
+    "witness": ("megatron_unickpt.witnessing.watch", "witness"),
     "UnickptLoadStrategy": ("megatron_unickpt.dist_checkpointing.strategies", "UnickptLoadStrategy"),
     "UnickptSaveStrategy": ("megatron_unickpt.dist_checkpointing.strategies", "UnickptSaveStrategy"),
 }

@@ -18,6 +18,7 @@ from megatron_unickpt.framework.declaration import declared
 from megatron_unickpt.framework.versions import FRAMEWORK, version
 from megatron_unickpt.measuring import precision
 from megatron_unickpt.runtime import Purpose, Runtime
+from megatron_unickpt.witnessing import step_hooks
 from unickpt.base import hooks
 from unickpt.base.hooks import Hook
 from unickpt.base.options.job import TimingOptions
@@ -313,7 +314,7 @@ EXIT = [
 ]  # fmt: skip
 
 
-OPTIONAL = precision.OPTIONAL  # installed only if an option asks for them
+OPTIONAL = [*precision.OPTIONAL, *step_hooks.HOOKS, step_hooks.MODEL]  # installed only if an option asks for them
 NEEDED = [*CORE, *ASYNCHRONOUS, *OPTIMIZER, *DISTRIBUTED_OPTIMIZER, *LAYER_WISE_OPTIMIZER, *ARGUMENTS, *SCRIPTS]
 DECLARED = [*NEEDED, *METADATA, *EXIT, *OPTIONAL]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 from unickpt.base.round_folder import ends_of_job
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # imported when they are used: hooks are also installed in jo
     from unickpt.checkpoint.memory.tier import MemoryTier, MemoryTurn
     from unickpt.checkpoint.save.requests import SaveOptions, SaveResult
     from unickpt.checkpoint.save.saver import Saver
+    from unickpt.training.witness.settings import Settings
 
 
 class Purpose(enum.Enum):
@@ -68,6 +70,26 @@ class ScriptCall:
     diverted: Diverted | None = None
 
 
+class Witnessing(Protocol):
+    """What hooks tell the witness of an optimizer (``OptimizerWitness``)."""
+
+    def before(self) -> None: ...
+    def after(self, result: Any) -> None: ...
+
+
+@dataclass
+class AskedWitness:
+    """A witness that the arguments of a training script ask for, until its first step.
+
+    Attributes:
+        settings: its settings.
+        chunks: the model of this rank, as its forward passes show it.
+    """
+
+    settings: Settings
+    chunks: list[Any] = field(default_factory=list)
+
+
 class Runtime:
     """State of the adapter that outlives a call.
 
@@ -78,6 +100,8 @@ class Runtime:
         loads_begun: number of loads that this process began to agree on.
         call: call of the training scripts that is in progress; an empty one outside of one.
         preemption: what lets all ranks of a script stop together; None before its first iteration has ended.
+        witnesses: witness of an optimizer.
+        asked_witness: what a training script asks for, until it has begun; None otherwise.
         boundaries: ends of iterations that it has looked at.
         timeout_s: how long a rank waits for the others, in seconds; None: ``--unickpt-timeout-seconds``. Takes effect before
             the first save or load.
@@ -91,6 +115,8 @@ class Runtime:
         self.loads_begun = 0
         self.call = ScriptCall()
         self.preemption: Preemption | None = None
+        self.witnesses: WeakKeyDictionary[Any, Witnessing] = WeakKeyDictionary()
+        self.asked_witness: AskedWitness | None = None
         self.boundaries = 0
         self._known: KnownDescription | None = None
         self._trackers: Trackers | None = None

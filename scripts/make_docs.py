@@ -30,6 +30,7 @@ SECTIONS = {
     "compression": "compression",
     "memory": "memory",
     "timing": "timing",
+    "witness": "witness",
 }  # section by the word in the marker
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
@@ -67,7 +68,8 @@ def options_table(section: str) -> str:
 
 
 def _default(option: Option) -> str:
-    return "no limit" if option.default == UNLIMITED else f"`{json.dumps(option.default)}`"
+    default = option.default.split(",") if option.several and option.default else option.default
+    return "no limit" if default == UNLIMITED else f"`{json.dumps(default)}`"
 
 
 def steering_table() -> str:

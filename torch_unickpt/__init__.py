@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from torch_unickpt.dcp.storage import UnickptReader, UnickptWriter
     from torch_unickpt.loading.load_training import StartingPoint, load_training, resume_or_start
     from torch_unickpt.saving.save_training import save_training
-    from torch_unickpt.witnessing.watch import Witness, witness
+    from torch_unickpt.witnessing.watch import witness
+    from unickpt.api.witness import Witness
     from unickpt.base.options.job import MemoryOptions
 
 _MODULES = {
@@ -20,7 +21,8 @@ _MODULES = {
     "torch_unickpt.dcp.storage": ("UnickptReader", "UnickptWriter"),
     "torch_unickpt.loading.load_training": ("StartingPoint", "load_training", "resume_or_start"),
     "torch_unickpt.saving.save_training": ("save_training",),
-    "torch_unickpt.witnessing.watch": ("Witness", "witness"),
+    "torch_unickpt.witnessing.watch": ("witness",),
+    "unickpt.api.witness": ("Witness",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 _SAVE = frozenset({"85ed64e26862", "7713b1f2cbee", "1aeaee6c21f5", "f46deab9e085", "2d2899f240c8"})
 _LOAD = frozenset({"551850db228f", "4a4e199b14f5", "dce692e2a74f"})
+_STEP = frozenset({"bb22172bbc43", "e8b6b72d325f", "eade1e974521", "d58a7731de8f", "9cb826cb3673", "468476ce9cfe"})
 _LAST_CHECKPOINT = frozenset({"652647a3fcc8"})
 
 FINGERPRINTS: dict[str, frozenset[str]] = {
@@ -35,11 +36,11 @@ FINGERPRINTS: dict[str, frozenset[str]] = {
     "deepspeed.timing.start": frozenset({
         "7337411330e6", "ad3438a4ff65", "3fe871fa8e34", "b0e1ba1f5e5e", "9ed854f785a5", "e87717ab6854",
     }),
-    "deepspeed.timing.step": frozenset({
-        "bb22172bbc43", "e8b6b72d325f", "eade1e974521", "d58a7731de8f", "9cb826cb3673", "468476ce9cfe",
-    }),
+    "deepspeed.timing.step": _STEP,
     "deepspeed.timing.save": _SAVE,
     "deepspeed.timing.load": _LOAD,
+    "deepspeed.witness.step": _STEP,
+    "deepspeed.witness.load": _LOAD,
     "transformers.get_last_checkpoint": _LAST_CHECKPOINT,
     "transformers.trainer.get_last_checkpoint": _LAST_CHECKPOINT,
     "transformers.batch": frozenset({"b42012fb0949", "4a890ff0b285"}),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -426,6 +426,22 @@ def process_groups(engine: Any) -> dict[str, list[Any]]:
     ):
         found.setdefault(label, []).append(getattr(grid, name, None))
     return {label: [group for group in held if group is not None] for label, held in found.items()}
+
+
+def copy_groups(engine: Any, parameters: Iterable[Any]) -> dict[str, Any]:
+    """Return the process groups whose ranks hold copies of some parameters: '' is that of data, others are of experts.
+
+    The order is the same on all ranks of the groups.
+    """
+    from deepspeed.utils import groups
+
+    names = sorted({each.group_name for each in parameters if is_expert(each)})
+    return {"": engine.data_parallel_group, **{name: groups._get_expert_data_parallel_group(name) for name in names}}
+
+
+def copy_group_of(parameter: Any) -> str:
+    """Return the key in ``copy_groups`` of the group of a parameter."""
+    return str(parameter.group_name) if is_expert(parameter) else ""
 
 
 def groups_within_layers(engine: Any) -> list[Any]:

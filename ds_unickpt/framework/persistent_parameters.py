@@ -66,3 +66,10 @@ def _messages(parameters: Sequence[Any]) -> Iterator[list[Any]]:
             message.append(parameter)
             size += more
         yield message
+
+
+def is_gathered(parameter: Any) -> bool | None:
+    """Whether a persistent parameter of ZeRO-3 is whole on this rank now; None for one that is not persistent."""
+    if not getattr(parameter, "ds_persist", False):
+        return None
+    return str(parameter.ds_status.name) == "AVAILABLE"

@@ -1,7 +1,7 @@
 """Hooks before functions of DeepSpeed that change the state between two steps, past torch's count of versions.
 
 They wait for the copies that a save makes behind training (``unickpt.checkpoint.save.late_copy``). Without them such a save is
-given up, because its copies are checked.
+given up, because its copies are checked. A witness then does not compare what it has seen before.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ _ZERO_3 = "deepspeed.runtime.zero.stage3"
 
 def _settled(wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
     from unickpt.checkpoint.save.late_copy import settle_all
+    from unickpt.training.witness.watching import forget_all
 
     settle_all()
+    forget_all()
     return wrapped(*args, **kwargs)
 
 
@@ -63,5 +65,5 @@ HOOKS = [
 
 
 def install() -> None:
-    """Install the hooks, for a job whose saves copy behind training."""
+    """Install the hooks, for a job whose saves copy behind training, or that has a witness."""
     hooks.install(HOOKS, framework="DeepSpeed", version=version(), lost="saves beside DeepSpeed's setters may be given up")

@@ -43,6 +43,7 @@ from unickpt.checkpoint.load.resume import Together
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.state.filling import lost_parameters, mask_of, unrequested
 from unickpt.diagnosis import session
+from unickpt.training.witness.watching import forget_all
 from unickpt.transform.dialects.translated_checkpoint import TranslatedCheckpoint
 
 # Objects of one rank's position. A job with another parallel shape has other positions and loads none of them.
@@ -93,6 +94,7 @@ def load(
     """
     make_visible()
     require_usable()
+    forget_all()
     begin = time.monotonic()
     handling = validation.parse_strict_flag(strict)
     options = internals.options()

@@ -16,6 +16,7 @@ from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
 from unickpt.base.errors import UnsupportedLayoutError
 from unickpt.base.logs import logger
 from unickpt.base.switch import switch
+from unickpt.training.witness.watching import forget_all
 from unickpt.transform.convert.megatron import keys
 
 
@@ -91,6 +92,7 @@ def _raise(err: Exception, *_: Any) -> Any:
 
 def hooked_load(wrapped: Callable[..., Any], state_dict: Any) -> Any:
     """Wrap ``optimizer.load_state_dict``: load a state dict in model space."""
+    forget_all()
     part = state_dict.get(optimizer.PART) if isinstance(state_dict, dict) else None
     if not isinstance(part, OptimizerPart):
         return wrapped(state_dict)

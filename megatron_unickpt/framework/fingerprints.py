@@ -5,6 +5,11 @@ Sources: the releases of megatron-core from 0.12.0 to 0.19.0 and, as of August 2
 
 from __future__ import annotations
 
+_FORWARD = frozenset({"4908ed424340", "da678b8f9111", "991fac83a576", "2b7a08a99b01"})
+_MIXED_STEP = frozenset({"33f06dfcb679", "d262a7e57bcf"})
+_FP32_STEP = frozenset({"0c1876acf543", "079eac17a91b"})
+_CHAINED_STEP = frozenset({"27e71ff44897", "4c1da4b6582e", "d2559c48739e", "fdac84ba2e8d", "316ae4c9c4eb"})
+
 FINGERPRINTS: dict[str, frozenset[str]] = {
     "megatron.save": frozenset({"c8eb2f1cef71", "944778e3bb06", "f78edca4fb39", "31b008885288", "6255a490d300"}),
     "megatron.load": frozenset({
@@ -59,16 +64,18 @@ FINGERPRINTS: dict[str, frozenset[str]] = {
         "eb552fe04316", "c4a959bf058d", "9bcf767d2c7a", "274da774896a", "c37c0c4a53c1", "2dce8ee48675",
     }),
     "megatron-lm.signals_received": frozenset({"fa8df265bb76"}),
-    "megatron.timing.forward_step": frozenset({"4908ed424340", "da678b8f9111", "991fac83a576", "2b7a08a99b01"}),
-    "megatron.precision.forward_step": frozenset({"4908ed424340", "da678b8f9111", "991fac83a576", "2b7a08a99b01"}),
+    "megatron.timing.forward_step": _FORWARD,
+    "megatron.precision.forward_step": _FORWARD,
+    "megatron.witness.forward_step": _FORWARD,
     "megatron.timing.backward_step": frozenset({
         "37149056274f", "090851246e36", "83315569775a", "79b4d7d5cff7", "6e5444e53268",
     }),
-    "megatron.timing.MixedPrecisionOptimizer.step": frozenset({"33f06dfcb679", "d262a7e57bcf"}),
-    "megatron.timing.FP32Optimizer.step": frozenset({"0c1876acf543", "079eac17a91b"}),
-    "megatron.timing.ChainedOptimizer.step": frozenset({
-        "27e71ff44897", "4c1da4b6582e", "d2559c48739e", "fdac84ba2e8d", "316ae4c9c4eb",
-    }),
+    "megatron.timing.MixedPrecisionOptimizer.step": _MIXED_STEP,
+    "megatron.timing.FP32Optimizer.step": _FP32_STEP,
+    "megatron.timing.ChainedOptimizer.step": _CHAINED_STEP,
+    "megatron.witness.MixedPrecisionOptimizer.step": _MIXED_STEP,
+    "megatron.witness.FP32Optimizer.step": _FP32_STEP,
+    "megatron.witness.ChainedOptimizer.step": _CHAINED_STEP,
     "megatron.timing.initialize_model_parallel": frozenset({
         "84d78e37670f", "afb465679ae9", "72fcdcdd24b0", "0f19166e91be", "4b9ef9f58fb7", "14c9c5867669", "36d3cdafa386",
         "9b608267f6ee",

@@ -34,6 +34,16 @@ def data_parallel_ranks(*, expert: bool) -> tuple[int, ...]:
         return ()
 
 
+def data_parallel_group(*, expert: bool) -> Any:
+    """Return the process group of the ranks that hold the same model weights as this rank, of experts or of all others."""
+    if expert:
+        try:
+            return parallel_state.get_expert_data_parallel_group()
+        except (AssertionError, AttributeError, TypeError):  # such as in a version, or a job, without expert parallelism
+            expert = False
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
 def is_expert(parameter: Any, key: str) -> bool:
     """Whether the copies of this parameter are those of the expert data parallel group.
 

@@ -25,6 +25,7 @@ SWITCHES = frozenset(
         *keys.GROUP_IDENTITY, *cpu_offload.PLACEMENT,
     }
 )  # fmt: skip
+MASTER = "master"  # of ``Resting``
 _MASTER = "master_param"  # of the states of FusedAdam
 _TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
@@ -223,6 +224,73 @@ def _layerwise_lists(optimizer: Any) -> list[torch.nn.Parameter] | None:
     return [p for some in lists for p in some] if lists else None
 
 
+@dataclass(frozen=True, slots=True)
+class Resting:
+    """What an optimizer holds of a model parameter on this rank, as it lies in memory.
+
+    Attributes:
+        parameter: parameter of the model.
+        whole: every data parallel rank holds the same.
+        tensors: states by their key, and the master, if the model does not compute with it.
+    """
+
+    parameter: torch.nn.Parameter
+    whole: bool
+    tensors: list[tuple[str, torch.Tensor]]
+
+
+def resting(optimizer: Any) -> Iterator[Resting]:
+    """Yield what an optimizer holds on this rank between two steps, without copies of anything."""
+    for wrapper, layer_wise in _wrappers(optimizer):
+        inner = wrapper.optimizer
+        if inner is None or getattr(wrapper, "is_stub_optimizer", False):
+            continue
+        copies = cpu_offload.copies(inner)
+        whole = layer_wise is None and not isinstance(wrapper, DistributedOptimizer)
+        for parameter, stepped in _stepped_on(wrapper):
+            copy = copies.get(id(stepped))
+            state = inner.state.get(stepped, {}) if copy is None else copy.state
+            main = stepped if copy is None else copy.stepped
+            tensors = [(MASTER if key == _MASTER else key, value) for key, value in _one_by_one(state)]
+            if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+                tensors.append((MASTER, main))
+            yield Resting(parameter, whole, [(key, value) for key, value in tensors if isinstance(value, torch.Tensor)])
+
+
+def _stepped_on(wrapper: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Yield model parameters, and the tensors in the groups of the inner optimizer that stand for them."""
+    if isinstance(wrapper, DistributedOptimizer):
+        for models, shards in _shards(wrapper):
+            for parameters, held in zip(models, shards, strict=True):
+                yield from zip(parameters, held, strict=True)
+        return
+    model_of = _model_of(wrapper)
+    for group in wrapper.optimizer.param_groups:
+        yield from ((model_of.get(id(stepped), stepped), stepped) for stepped in group["params"])
+
+
+def weights_follow_late(optimizer: Any) -> bool:
+    """Whether weights may be gathered after ``step`` has returned: in the next forward pass, or by a layer-wise optimizer."""
+    configs = [getattr(wrapper, name, None) for wrapper, _ in _wrappers(optimizer) for name in ("ddp_config", "config")]
+    overlapped = any(getattr(config, "overlap_param_gather", False) for config in configs)
+    return overlapped or any(layer_wise is not None for _, layer_wise in _wrappers(optimizer))
+
+
+def _shards(optimizer: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Return the groups of model parameters of a ``DistributedOptimizer``, and what it steps on: of 16 bits, and of fp32."""
+    mains = optimizer.shard_float16_groups if _precision_aware(optimizer) else optimizer.shard_fp32_from_float16_groups
+    return (optimizer.model_float16_groups, mains), (optimizer.model_fp32_groups, optimizer.shard_fp32_groups)
+
+
+def _model_of(optimizer: Any) -> dict[int, torch.nn.Parameter]:
+    """Return the model parameter of each master by its id, of a wrapper that is not distributed."""
+    found: dict[int, torch.nn.Parameter] = {}
+    if isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        for models, mains in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
+            found |= {id(main): model for model, main in zip(models, mains, strict=True)}
+    return found
+
+
 def _fill_distributed(leaf: Leaf, masters_of: Collection[int] | None) -> None:
     """Yield the parameter ranges of a ``DistributedOptimizer``: this rank's range of every bucket (``gbuf_ranges``)."""
     optimizer = leaf.optimizer
@@ -232,8 +300,7 @@ def _fill_distributed(leaf: Leaf, masters_of: Collection[int] | None) -> None:
         for bucket in itertools.chain.from_iterable(per_dtype.values()):
             ranges |= {id(parameter): found["param"] for parameter, found in bucket["param_map"].items()}
     groups = optimizer.optimizer.param_groups
-    mains = optimizer.shard_float16_groups if _precision_aware(optimizer) else optimizer.shard_fp32_from_float16_groups
-    for models, shards in ((optimizer.model_float16_groups, mains), (optimizer.model_fp32_groups, optimizer.shard_fp32_groups)):
+    for models, shards in _shards(optimizer):
         for group, parameters, held in zip(groups, models, shards, strict=True):
             for parameter, shard in zip(parameters, held, strict=True):
                 if masters_of is not None and id(parameter) not in masters_of:
@@ -248,11 +315,7 @@ def _fill_distributed(leaf: Leaf, masters_of: Collection[int] | None) -> None:
 
 def _fill_plain(leaf: Leaf, masters_of: Collection[int] | None, *, sharded: bool) -> None:
     """Yield the whole local parameters of ``Float16OptimizerWithFloat16Params`` and ``FP32Optimizer``."""
-    optimizer = leaf.optimizer
-    model_of: dict[int, torch.nn.Parameter] = {}
-    if isinstance(optimizer, Float16OptimizerWithFloat16Params):
-        for models, mains in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
-            model_of |= {id(main): model for model, main in zip(models, mains, strict=True)}
+    model_of = _model_of(leaf.optimizer)
     for group in leaf.inner.param_groups:
         for stepped in group["params"]:
             parameter = model_of.get(id(stepped), stepped)

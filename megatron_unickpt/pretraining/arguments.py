@@ -22,6 +22,7 @@ from unickpt.checkpoint.save import requests
 from unickpt.checkpoint.save.requests import SaveOptions
 from unickpt.checkpoint.storage.base import is_url
 from unickpt.checkpoint.storage.open import unusable_reason
+from unickpt.training.witness.settings import settings_from
 
 NATIVE_FORMAT = "torch_dist"
 ASKED_ASYNC = "unickpt_async_save"  # value of --async-save before Megatron checks the arguments
@@ -86,6 +87,11 @@ def parse_arguments(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         from megatron_unickpt.measuring import precision
 
         precision.begin(options.precision)
+    settings = settings_from(options.witness)
+    if settings is not None:
+        from megatron_unickpt.witnessing import step_hooks
+
+        step_hooks.begin_with_scripts(settings)
     if timing.enabled:
         from megatron_unickpt.measuring.timing import begin_with_groups
 

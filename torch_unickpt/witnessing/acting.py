@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from unickpt.base.errors import UnickptError
 from unickpt.base.logs import logger
@@ -12,13 +12,7 @@ from unickpt.checkpoint.checkpoint_folder import manifests_in
 from unickpt.checkpoint.format.witnessed import WitnessFault, passed_until, suspicion
 from unickpt.checkpoint.witness_faults import add_fault, read_faults
 from unickpt.training.witness import words
-from unickpt.training.witness.vote import Kind, Verdict
-
-
-def serious(verdicts: Iterable[Verdict]) -> Verdict | None:
-    """Return the verdict that says that numbers are wrong: one that blames a host, if there is one."""
-    found = [each for each in verdicts if each.kind is not Kind.NONDETERMINISTIC]
-    return next((each for each in found if each.blamed), found[0] if found else None)
+from unickpt.training.witness.vote import Verdict
 
 
 def accused_of(verdict: Verdict, at_ns: int) -> Accused:

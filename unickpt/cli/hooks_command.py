@@ -31,8 +31,8 @@ _MARKDOWN_BEGINNING = """\
 # Hooks
 
 The functions of DeepSpeed, transformers, Megatron and torch that unickpt wraps. A hook is installed if the source of its
-function is known, whatever the version, and if the function has the parameters that the hook needs. `timing` and
-`compression` in a name: only if these are enabled. A fingerprint is 12 hex digits of the SHA-256 of the function's source
+function is known, whatever the version, and if the function has the parameters that the hook needs. `timing`, `compression`
+and `witness` in a name: only if these are enabled. A fingerprint is 12 hex digits of the SHA-256 of the function's source
 without comment lines, blank lines and indentation. If it is unknown, "self-test": a
 [self-test](../start/install.md#how-it-gets-into-the-framework) at the first use decides. "refused": the hook is not
 installed, and one warning says so. "installed": it is, with a version that was tested, and `unickpt hooks status` names it:

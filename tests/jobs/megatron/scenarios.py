@@ -15,7 +15,7 @@ REGISTRY: dict[str, tuple[tuple[int, ...], Scenario]] = {}
 MODULES = (
     "scenarios_library", "scenarios_asynchronous", "scenarios_late_copies", "scenarios_jobs", "scenarios_errors",
     "scenarios_memory", "scenarios_optimizers", "scenarios_own_loops", "scenarios_partial", "scenarios_precision",
-    "scenarios_switch",
+    "scenarios_switch", "scenarios_witness",
 )  # fmt: skip
 
 

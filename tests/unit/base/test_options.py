@@ -53,7 +53,7 @@ def test_both_adapters_have_every_option_or_the_docs_give_a_reason(option: Optio
     else:
         about = properties[option.key]
         assert about["description"] == option.text
-        assert about.get("default", UNLIMITED) == option.default
+        assert about.get("default", UNLIMITED) == (option.default.split(",") if option.several else option.default)
         assert row_of(option).startswith(f"| `{option.key}` |")
     actions = {flag: action for action in parser()._actions for flag in action.option_strings}
     flags = [flag for flag in actions if FLAGS.get(flag) == option]
@@ -76,9 +76,11 @@ def test_the_defaults_are_the_same_everywhere() -> None:
 def test_a_flag_has_the_meaning_of_its_key() -> None:
     words = "--unickpt-no-direct-io --unickpt-keep-last 3 --unickpt-staging-gigabytes 2 --unickpt-no-fall-back"
     words += " --unickpt-timing --unickpt-timing-no-watch --unickpt-timing-records 9 --unickpt-verify off"
+    words += " --unickpt-witness-every 50 --unickpt-witness-checks rest nonfinite"
     section = {
         "direct_io": False, "keep_last": 3, "staging_gigabytes": 2, "fall_back": False, "verify": "off",
         "timing": {"enabled": True, "watch": False, "records": 9},
+        "witness": {"every": 50, "checks": ["rest", "nonfinite"]},
     }  # fmt: skip
     found, expected = options_of(parser().parse_args(words.split())), from_json(section)
     assert {name: getattr(found, name) for name in Options.__slots__} == {
@@ -100,6 +102,8 @@ def test_a_flag_has_the_meaning_of_its_key() -> None:
         ({"grace_seconds": math.nan}, "must be a positive number"),
         ({"on_busy": "skips"}, 'did you mean "skip"'),
         ({"enabled": 1}, "must be true or false"),
+        ({"witness": {"checks": [1]}}, '"unickpt.witness.checks" must be a list of strings'),
+        ({"witness": {"every": -1}}, '"unickpt.witness.every" must be at least 0'),
         ([], "must be an object"),
     ],
     ids=str,

@@ -31,7 +31,7 @@ class Option:
         unit: unit of a number, or ''.
         choices: accepted values; empty for any.
         least, most: bounds of a whole number. A float must be positive.
-        several: the value is a list with commas. A flag takes its words one by one.
+        several: the value is a list with commas. JSON has a list of strings, and a flag takes its words one by one.
     """
 
     key: str
@@ -64,10 +64,13 @@ class Option:
         Raises:
             ConfigError: the type is wrong, or the value is out of bounds or not one of ``choices``. It begins with ``where``.
         """
+        if self.several and isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value):
+            value = ",".join(value)
         if self.kind is float and type(value) is int:
             value = float(value)
         if type(value) is not self.kind:
-            raise ConfigError(f"{where} must be {_NAMED[self.kind]}, not {value!r} ({type(value).__name__})")
+            named = "a list of strings" if self.several else _NAMED[self.kind]
+            raise ConfigError(f"{where} must be {named}, not {value!r} ({type(value).__name__})")
         if self.kind is float and not value > 0:
             raise ConfigError(f"{where} must be a positive number, not {value!r}")
         if self.kind is int and not self.least <= value <= (value if self.most is None else self.most):

@@ -98,6 +98,21 @@ class CompressionOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class WitnessOptions:
+    """Comparisons that find numbers that are silently wrong.
+
+    The [guide](../../guides/witness.md) explains the checks.
+    """
+
+    every: int = option(0, "compare copies and memory after one step out of this number; 0: no witness")
+    checks: str = option(
+        "rest,replicas,nonfinite",
+        "what is checked: `rest`, `replicas`, `nonfinite`, and with DeepSpeed `buddy`",
+        several=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """Options of a job. The defaults suit most jobs."""
 
@@ -170,6 +185,7 @@ class Options:
     compression: CompressionOptions = field(default=CompressionOptions())
     memory: MemoryOptions = field(default=MemoryOptions())
     timing: TimingOptions = field(default=TimingOptions())
+    witness: WitnessOptions = field(default=WitnessOptions())
 
 
 SECTIONS: Mapping[str, type[Any]] = {
@@ -177,6 +193,7 @@ SECTIONS: Mapping[str, type[Any]] = {
     "compression": CompressionOptions,
     "memory": MemoryOptions,
     "timing": TimingOptions,
+    "witness": WitnessOptions,
 }
 
 

@@ -50,6 +50,7 @@ def schema(name: str = "") -> dict[str, Any]:
         about |= {"exclusiveMinimum": 0} if option.kind is float else {}
         about |= {"minimum": option.least} if option.kind is int else {}
         about |= {"maximum": option.most} if option.most is not None else {}
+        about |= {"type": "array", "items": {"type": "string"}, "default": option.default.split(",")} if option.several else {}
         properties[option.key] = about
     properties |= {} if name else {other: schema(other) for other in SECTIONS if other}
     kinds = ["object", "string"] if name == "compression" else "object"  # the name of a scheme stands for the section

@@ -1,4 +1,5 @@
 """Numbers that are silently wrong: how they are noticed, and which rank they are of.
 
-All is pure but ``hashes``, which imports torch. Adapters take the hashes of what a rank holds and hand them to ``vote``.
+``nonfinite``, ``record``, ``schedule``, ``settings``, ``vote`` and ``words`` are pure, all others import torch. Adapters say
+what a rank holds, and call ``watching`` before and after each step.
 """

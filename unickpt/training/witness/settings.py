@@ -8,6 +8,7 @@ from typing import Any
 
 from unickpt.base.errors import ConfigError
 from unickpt.base.options.declared import unknown
+from unickpt.base.options.job import WitnessOptions
 
 REST = "rest"
 REPLICAS = "replicas"
@@ -53,6 +54,16 @@ class Settings:
     def as_json(self) -> dict[str, Any]:
         """Return the settings as JSON types."""
         return asdict(self) | {"checks": list(self.checks)}
+
+
+def settings_from(options: WitnessOptions) -> Settings | None:
+    """Return the settings of a job's options; None: no witness.
+
+    Raises:
+        ConfigError: there is no such check.
+    """
+    checks = tuple(filter(None, options.checks.split(",")))
+    return Settings(options.every, checks) if options.every else None
 
 
 def settings_of(section: Any) -> Settings | None:

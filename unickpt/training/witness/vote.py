@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -111,6 +111,16 @@ def vote(check: Kind, subject: Subject, ballots: Sequence[Ballot]) -> Verdict | 
     return _verdict(check, check, subject, others, number, blamed)
 
 
+def written_by_program(changed: Collection[int], ranks: int) -> bool:
+    """Return whether the program wrote to what changed between two steps: it did on half of the ranks or more, on several.
+
+    Args:
+        changed: ranks.
+        ranks: number of those where it could have changed.
+    """
+    return len(changed) > 1 and 2 * len(changed) >= ranks
+
+
 def changed_at_rest(subject: Subject, ballots: Sequence[Ballot], *, changed: Sequence[int], ranks: int) -> Verdict | None:
     """Return the verdict about a tensor that changed on some ranks between two steps; None if it is the program's doing.
 
@@ -125,12 +135,18 @@ def changed_at_rest(subject: Subject, ballots: Sequence[Ballot], *, changed: Seq
     """
     told = [Ballot(each.rank, each.host, (int(each.rank in changed),)) for each in ballots]
     own = [each for each in told if each.values[0]]
-    if not own or any(len(some) > 1 and 2 * len(some) >= number for some, number in ((changed, ranks), (own, len(told)))):
+    if not own or written_by_program(changed, ranks) or written_by_program([each.rank for each in own], len(told)):
         return None
     verdict = vote(Kind.SDC_AT_REST, subject, told)
     if verdict is not None and verdict.kind is Kind.SDC_AT_REST:
         return verdict
     return _verdict(Kind.NO_MAJORITY, Kind.SDC_AT_REST, subject, own)
+
+
+def serious(verdicts: Iterable[Verdict]) -> Verdict | None:
+    """Return the verdict that says that numbers are wrong: one that blames a host, if there is one."""
+    found = [each for each in verdicts if each.kind is not Kind.NONDETERMINISTIC]
+    return next((each for each in found if each.blamed), found[0] if found else None)
 
 
 def _verdict(

@@ -7,12 +7,21 @@ from typing import Any
 import pytest
 
 from unickpt.base.errors import ConfigError
-from unickpt.training.witness.settings import DEFAULT, Settings, settings_of
+from unickpt.base.options.job import WitnessOptions
+from unickpt.training.witness.settings import DEFAULT, Settings, settings_from, settings_of
 
 
 def test_it_is_off_by_default() -> None:
     assert settings_of(None) is None
     assert settings_of({}) == Settings(50, DEFAULT, False)
+
+
+def test_the_options_of_a_job_need_a_number_of_steps() -> None:
+    assert settings_from(WitnessOptions()) is None
+    assert settings_from(WitnessOptions(every=7)) == Settings(7, DEFAULT)
+    assert settings_from(WitnessOptions(every=7, checks="rest,buddy")) == Settings(7, ("rest", "buddy"))
+    with pytest.raises(ConfigError, match="there is no check 'rests'"):
+        settings_from(WitnessOptions(every=7, checks="rests"))
 
 
 def test_settings_survive_json() -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from torch_unickpt.held_state.names import without_ddp
-from torch_unickpt.witnessing.held import Stepped
 from unickpt.training.witness.hashes import combined, hashes
 
 _SEVERAL = "several micro-batches share a backward pass, or one has several"
@@ -69,14 +67,14 @@ class Tap:
     """Records a micro-batch, and repeats one.
 
     Args:
-        model: as the program calls it.
-        stepped: parameters of the optimizers.
+        model: without what reduces its gradients.
+        parameters: those that are trained, by name.
     """
 
-    def __init__(self, model: torch.nn.Module, stepped: Sequence[Stepped]) -> None:
-        self._inner = without_ddp(model)
-        self._parameters = [each.parameter for each in stepped if each.parameter.requires_grad]
-        self.names = ["the output", *(f"the gradient of {each.name}" for each in stepped if each.parameter.requires_grad)]
+    def __init__(self, model: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._inner = model
+        self._parameters = list(parameters.values())
+        self.names = ["the output", *(f"the gradient of {name}" for name in parameters)]
         self._device = self._parameters[0].device
         self._armed, self._repeating = False, False
         self._recording: _Recording | None = None

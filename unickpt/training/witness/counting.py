@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 
-from torch_unickpt.held_state.names import plain, without_ddp
-from torch_unickpt.witnessing.held import Stepped, local
-from torch_unickpt.witnessing.repeating import floats
 from unickpt.base.errors import ConfigError
+from unickpt.base.module_hooks import ModuleHook
+from unickpt.training.witness.held import local
 from unickpt.training.witness.nonfinite import Counted, Place, first_place
+from unickpt.training.witness.repeating import floats
 
 
 class Counters:
@@ -22,12 +22,22 @@ class Counters:
 
     Args:
         model: as the program calls it.
+        inner: the model without wrappers that have no layer of their own.
+        plain: returns the name of a layer of ``inner`` as messages have it.
+        parameters: whose gradients are counted too, before any reduction, for ``gradients_finite``.
 
     Raises:
         ConfigError: it is compiled, so its layers call no hooks.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inner: torch.nn.Module | None = None,
+        *,
+        plain: Callable[[str], str] = str,
+        parameters: Iterable[torch.Tensor] = (),
+    ) -> None:
         if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None for each in model.modules()):
             raise ConfigError('the check "nonfinite" sees no layers of a compiled model; name the other checks in "checks"')
         self._model = model
@@ -36,14 +46,21 @@ class Counters:
         self._order: dict[int, None] = {}  # layers as they were first called
         self._rows: list[torch.Tensor] = []  # of each micro-batch: counts forward, backward
         self._usual: set[str] = set()
+        self._of_gradients = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         self.paused = False  # while a micro-batch is repeated
-        self._hooks = [model.register_forward_pre_hook(self._begins), model.register_forward_hook(partial(self._computed, 0))]
-        inner = without_ddp(model)
+        self._hooks = [
+            model.register_forward_pre_hook(ModuleHook(self._begins)),
+            model.register_forward_hook(ModuleHook(partial(self._computed, 0))),
+        ]
+        inner = model if inner is None else inner
         for name, module in inner.named_modules():
             leaf = next(module.children(), None) is None or next(module.parameters(recurse=False), None) is not None
             if leaf and module not in (model, inner):
-                self._hooks.append(module.register_forward_hook(partial(self._computed, len(self._names))))
+                self._hooks.append(module.register_forward_hook(ModuleHook(partial(self._computed, len(self._names)))))
                 self._names.append(plain(name))
+        for parameter in parameters:
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_hook(self._gradient))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -53,6 +70,15 @@ class Counters:
     def clear(self) -> None:
         """Begin a step."""
         self._rows = []
+        self._of_gradients.zero_()
+
+    def gradients_finite(self) -> bool:
+        """Return whether the gradients of the parameters were finite in all micro-batches since the last step."""
+        return not bool(self._of_gradients)
+
+    def _gradient(self, gradient: torch.Tensor) -> None:
+        if not self.paused:
+            _count(self._of_gradients, 0, 0, gradient)
 
     def _begins(self, model: torch.nn.Module, _args: Any) -> None:
         if not model.training or not torch.is_grad_enabled():
@@ -69,15 +95,19 @@ class Counters:
             if tensor.requires_grad:
                 tensor.register_hook(partial(_count, row, 1, at))  # type: ignore[no-untyped-call]
 
-    def found(self, stepped: Sequence[Stepped]) -> Place | None:
-        """Return where values that are not finite appear first, if they reach a gradient that the next step uses."""
+    def found(self, finite: Callable[[], bool]) -> Place | None:
+        """Return where values that are not finite appear first, if they reach a gradient that the next step uses.
+
+        Args:
+            finite: returns whether all these gradients are finite. Called only if a layer has other values.
+        """
         if not self._rows:
             return None
         rows = torch.stack(self._rows)
         if not bool(rows.any()):
             return None
         counted = [self._counted(row) for row in rows.tolist()]
-        if all_finite(each.parameter.grad for each in stepped):
+        if finite():
             self._usual |= {name for each in counted for name in each.forward}
             return None
         return first_place(counted, self._usual)
@@ -93,7 +123,7 @@ def _count(row: torch.Tensor, way: int, at: int, tensor: torch.Tensor) -> None:
     row[way, at] += (values.numel() - torch.isfinite(values).sum()).to(row.device)
 
 
-def all_finite(tensors: Any) -> bool:
+def all_finite(tensors: Iterable[torch.Tensor | None]) -> bool:
     """Return whether all values of this rank are finite. Tensors may be None."""
     parts = [local(each) for each in tensors if each is not None]
     return all(bool(torch.isfinite(each).all()) for each in parts if each.numel() and each.is_floating_point())

@@ -7,11 +7,11 @@ from functools import cached_property
 
 import torch
 
-from torch_unickpt.witnessing.agreeing import Ranks
-from torch_unickpt.witnessing.repeating import Case, Tap
 from unickpt.base.listing import some
 from unickpt.base.logs import logger
+from unickpt.training.witness.agreeing import Ranks
 from unickpt.training.witness.hashes import combined
+from unickpt.training.witness.repeating import Case, Tap
 from unickpt.training.witness.schedule import Layout, buddies, seconds
 from unickpt.training.witness.vote import Ballot, Kind, Subject, Verdict, vote
 
@@ -76,7 +76,8 @@ class Buddies:
     def _repeated(self, case: Case, by: dict[int, int]) -> tuple[int, ...]:
         """Send the case to the rank that repeats it, and return what this rank finds of the case that it gets."""
         source = next(row for row, other in by.items() if other == self._own)
-        return self.tap.repeat(self._ranks.pass_on(case.data, to=by[self._own], source=source))
+        data = self._ranks.pass_on(case.data, to=by[self._own], source=source)
+        return self._ranks.together(lambda: self.tap.repeat(data))
 
     def _gate(self, case: Case, original: torch.Tensor, step: int) -> Verdict | None:
         """Let each rank repeat its own micro-batch. Return a verdict if results differ each time, which ends the check.
@@ -84,7 +85,8 @@ class Buddies:
         It also ends if half of the ranks or more, and several, cannot repeat what they computed: then gradients depend on more
         than the input and the gradient of the output.
         """
-        repeats = self._ranks.gather(torch.tensor([self.tap.repeat(case.data) for _ in range(REPEATS)]))
+        own = self._ranks.together(lambda: [self.tap.repeat(case.data) for _ in range(REPEATS)])
+        repeats = self._ranks.gather(torch.tensor(own))
         self._gated = True
         unsteady = (repeats != repeats[:, :1]).any(1)
         if bool(unsteady.any()):

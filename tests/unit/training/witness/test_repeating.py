@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_unickpt.held_state.names import names_of
-from torch_unickpt.witnessing.held import stepped_by
-from torch_unickpt.witnessing.repeating import Case, Tap
+from unickpt.training.witness.repeating import Case, Tap
 
 
 class Model(torch.nn.Module):
@@ -30,8 +28,7 @@ def model() -> Model:
 
 
 def tap_of(model: Model) -> Tap:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Tap(model, stepped_by(optimizer, names_of(model), model))
+    return Tap(model, dict(model.named_parameters()))
 
 
 def forward(model: Model) -> torch.Tensor:

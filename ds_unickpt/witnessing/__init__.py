@@ -1,0 +1,1 @@
+"""The witness of an engine: what its optimizer holds on this rank, and the hooks on its steps."""

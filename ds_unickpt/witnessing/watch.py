@@ -1,0 +1,150 @@
+"""The witness of an engine, which the option ``witness`` begins."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ds_unickpt.edge import RUNTIME
+from ds_unickpt.framework import internals, partitions, settling
+from ds_unickpt.framework.versions import version
+from ds_unickpt.held_state.engine_view import EngineView
+from ds_unickpt.held_state.names import KnownNames
+from ds_unickpt.runtime import EngineRuntime
+from ds_unickpt.witnessing.held import Copies, held_by
+from ds_unickpt.witnessing.step_hooks import HOOKS
+from unickpt.api.witness import Witness
+from unickpt.base import hooks
+from unickpt.base.errors import ConfigError
+from unickpt.base.logs import logger
+from unickpt.base.options.job import WitnessOptions
+from unickpt.training.witness.agreeing import Ranks, circles
+from unickpt.training.witness.buddies import Buddies
+from unickpt.training.witness.counting import Counters
+from unickpt.training.witness.held import Stepped
+from unickpt.training.witness.repeating import Tap
+from unickpt.training.witness.settings import BUDDY, NONFINITE, Settings, settings_from
+from unickpt.training.witness.watching import Watched, Watching, seeing
+
+Held = Callable[[], list[Stepped]]
+
+
+class EngineWitness:
+    """The witness of an engine. ``begin`` makes it on all ranks.
+
+    Attributes:
+        watching: what it does.
+    """
+
+    def __init__(self, watching: Watching, watched: Watched) -> None:
+        self.watching = watching
+        self._watched = watched
+        self._skipped = self._scale = 0.0
+
+    def before(self, engine: Any) -> None:
+        """A step begins."""
+        self._watched.step = int(engine.global_steps)
+        self._skipped, self._scale = int(engine.skipped_steps), _scale(engine)
+        self.watching.before(self._watched)
+
+    def after(self, engine: Any) -> None:
+        """A step has ended."""
+        scales = internals.loss_scaler(engine) is not None
+        left_out = scales and int(engine.skipped_steps) > self._skipped
+        applied = not left_out and _scale(engine) >= self._scale
+        self.watching.after(self._watched, applied=applied)
+
+    def forget(self) -> None:
+        """A load begins."""
+        self.watching.forget()
+
+
+def _scale(engine: Any) -> float:
+    """Return the scale of torch's ``GradScaler``, which becomes smaller when it leaves a step out; 0 without one."""
+    scaler = internals.grad_scaler(engine)
+    return 0.0 if scaler is None else float(scaler.get_scale())
+
+
+def begin(runtime: EngineRuntime, engine: Any, options: WitnessOptions) -> None:
+    """Watch an engine. Every rank calls it. If the witness cannot begin, a warning says why, and training goes on.
+
+    Raises:
+        ConfigError: there is no such check.
+    """
+    settings = settings_from(options)
+    if settings is None:
+        return
+    job = Ranks.of(None, engine.device)
+    try:
+        own = _made(engine, settings, job)
+    except Exception as err:  # raised on all ranks
+        logger.warning("unickpt: witness: it cannot watch this engine, and training goes on: %s: %s", type(err).__name__, err)
+        return
+    settling.install()
+    if hooks.install(HOOKS, framework="DeepSpeed", version=version(), lost="no witness"):
+        runtime.witnesses[engine] = own
+
+
+def end(runtime: EngineRuntime, engine: Any) -> None:
+    """Watch an engine no longer."""
+    own = runtime.witnesses.pop(engine, None)
+    if isinstance(own, EngineWitness):
+        own.watching.close()
+
+
+def witness_of(engine: Any) -> Witness:
+    """Return what the witness of an engine has found on this rank; empty without the option ``witness``."""
+    own = RUNTIME.witnesses.get(engine)
+    return Witness(own.watching if isinstance(own, EngineWitness) else None)
+
+
+def _made(engine: Any, settings: Settings, job: Ranks) -> EngineWitness:
+    groups = job.together(lambda: internals.copy_groups(engine, engine.module.parameters()))
+    among = {name: Ranks.of(group, engine.device) for name, group in groups.items()}
+    held = _held(engine, {name: tuple(sorted(ranks.ranks)) for name, ranks in among.items()})
+    stepped = job.together(held)
+    compared = job.together(lambda: circles([ranks for ranks in among.values() if len(ranks.ranks) > 1], stepped))
+    counters: list[Counters] = []
+    watched = Watched(held, compared, partial(_finite, counters), int(engine.global_steps))
+    checks = seeing(settings.checks, [watched], job)
+    return job.together(lambda: _beginning(engine, settings.every, checks, job, among, watched, counters))
+
+
+def _beginning(
+    engine: Any, every: int, checks: set[str], job: Ranks, among: dict[str, Ranks], watched: Watched, counters: list[Counters]
+) -> EngineWitness:
+    counters += _counters(engine) if NONFINITE in checks else []
+    buddies = None
+    if BUDDY in checks and (buddies := _buddies(engine, job, among)) is None:
+        checks.discard(BUDDY)
+        if job.leads:
+            logger.warning("unickpt: witness: the check buddy needs ZeRO 0 to 2 and data parallelism alone, on several ranks")
+    return EngineWitness(Watching(every, checks, [watched], job, counters, buddies), watched)
+
+
+def _held(engine: Any, copies: Copies) -> Held:
+    """Return what reads the state of an engine. It keeps names and ranges, and not the engine."""
+    names, ranges, known = KnownNames(), partitions.KnownRanges(), weakref.ref(engine)
+    return lambda: held_by(EngineView(known(), names, ranges), copies)
+
+
+def _counters(engine: Any) -> list[Counters]:
+    try:
+        return [Counters(engine.module, plain=internals.plain, parameters=engine.module.parameters())]
+    except ConfigError as err:
+        logger.warning("unickpt: witness: %s", err)
+        return []
+
+
+def _finite(counters: list[Counters]) -> bool:
+    return all(each.gradients_finite() for each in counters)
+
+
+def _buddies(engine: Any, job: Ranks, among: dict[str, Ranks]) -> Buddies | None:
+    alone = len(among) == 1 and sorted(among[""].ranks) == sorted(job.ranks) and len(job.ranks) > 1
+    if not alone or engine.zero_optimization_partition_weights() or engine.pipeline_parallelism:
+        return None
+    trained = {name: each for name, each in engine.module.named_parameters() if each.requires_grad}
+    return Buddies(Tap(engine.module, trained), job)

@@ -1,0 +1,126 @@
+"""Flips of bits that the witness of a Megatron model must name, and sound steps that it must not.
+
+torchrun --nproc-per-node 3 -m evidence.megatron.witness flips [--count 300] [--seed 1]
+torchrun --nproc-per-node 2 -m evidence.megatron.witness flips
+torchrun --nproc-per-node 2 -m evidence.megatron.witness sound [--count 1000]
+
+Each prints the rows of a table of ``docs/evidence/witness.md`` on rank 0. On two ranks the layouts have model parallelism.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from typing import Any
+
+from megatron_unickpt.testing.jobs import Job as MegatronJob  # before anything of megatron
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+import megatron_unickpt
+from evidence.flips import Places, arguments, equal, flips, row
+from megatron_unickpt.edge import RUNTIME
+from megatron_unickpt.testing.layouts import Layout
+from megatron_unickpt.witnessing.watch import OptimizerWitness
+from unickpt.testing.launch import leave
+from unickpt.training.witness.watching import Watching
+
+LAYOUTS = {
+    2: (
+        Layout(dp=2), Layout(dp=2, optimizer="plain"), Layout(tp=2, optimizer="plain"), Layout(tp=2),
+        Layout(pp=2, optimizer="fp32"), Layout(dp=2, moe=True, ep=2), Layout(dp=2, optimizer="layers"),
+    ),
+    3: (Layout(dp=3), Layout(dp=3, optimizer="plain"), Layout(dp=3, optimizer="fp32"), Layout(dp=3, optimizer="fp32dist")),
+    4: (Layout(dp=4), Layout(tp=2, dp=2), Layout(dp=4, moe=True, ep=2)),
+}  # fmt: skip
+
+
+class Job:
+    """A model. Its weights, masters and moments are read from Megatron itself, not from the adapter."""
+
+    def __init__(self, layout: Layout, checks: list[str] | None) -> None:
+        self.job = MegatronJob(layout, seed=1, batch=12, lr=1e-3)
+        self.witness = None
+        if checks is not None:
+            self.witness = megatron_unickpt.witness(self.job.chunks, self.job.optimizer, {"every": 1, "checks": checks})
+
+    @property
+    def watching(self) -> Watching:
+        own = RUNTIME.witnesses[self.job.optimizer]
+        assert isinstance(own, OptimizerWitness)
+        return own.watching
+
+    def step(self) -> None:
+        self.job.train(1)
+
+    def places(self) -> Places:
+        found: dict[tuple[str, str], torch.Tensor] = {}
+        names = {}
+        for at, module in enumerate(self.job.modules):
+            for name, parameter in module.named_parameters():
+                names[id(parameter)] = f"chunk {at}: {name}" if len(self.job.modules) > 1 else name
+                found["weight", names[id(parameter)]] = parameter.detach()
+        for optimizer in getattr(self.job.optimizer, "chained_optimizers", [self.job.optimizer]):
+            for parameter, stepped in _pairs(optimizer):
+                if stepped.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+                    found["master", names[id(parameter)]] = stepped.detach()
+                for key, state in optimizer.optimizer.state.get(stepped, {}).items():
+                    if isinstance(state, torch.Tensor) and state.shape == stepped.shape and state.dim():
+                        found[key, names[id(parameter)]] = state
+        return found
+
+
+def _pairs(optimizer: Any) -> Any:
+    """Yield the parameters of an optimizer with what it steps on."""
+    if isinstance(optimizer, DistributedOptimizer):
+        groups = (
+            (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+            (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+        )
+    elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        groups = (
+            (optimizer.float16_groups, optimizer.fp32_from_float16_groups),
+            (optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups),
+        )
+    else:
+        own = [group["params"] for group in optimizer.optimizer.param_groups]
+        groups = ((own, own),)
+    for models, shards in groups:
+        for some, held in zip(models, shards, strict=True):
+            yield from zip(some, held, strict=True)
+
+
+def sound(layout: Layout, count: int) -> str:
+    """Train with and without a witness. Return what it found, and whether memory is equal."""
+    ends, verdicts = [], 0
+    for checks in (None, ["rest", "replicas", "nonfinite"]):
+        job = Job(layout, checks)
+        for _ in range(count):
+            job.step()
+        verdicts += 0 if checks is None else len(job.watching.verdicts)
+        passed = "" if checks is None else str(job.watching.passed().passed_until)
+        ends.append({key: tensor.clone() for key, tensor in job.places().items()})
+    return f"{count} steps; verdicts {verdicts}; passed until {passed}; memory equal: {equal(ends[1], ends[0])}"
+
+
+def main() -> None:
+    given = arguments("flips and sound steps of Megatron")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    logging.getLogger("unickpt").setLevel(logging.CRITICAL)
+    for layout in LAYOUTS[dist.get_world_size()]:
+        if given.only in layout.name:
+            found = sound(layout, given.count) if given.what == "sound" else _flips(layout, given.count, given.seed)
+            row(layout.name, found)
+    leave()
+
+
+def _flips(layout: Layout, count: int, seed: int) -> Any:
+    return flips(Job(layout, ["rest", "replicas"]), count, seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""``witness`` for programs that use megatron-core as a library, and for Megatron's training scripts."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_unickpt.edge import RUNTIME
+from megatron_unickpt.framework import internals
+from megatron_unickpt.framework.optimizer_internals import weights_follow_late
+from megatron_unickpt.framework.versions import FRAMEWORK, version
+from megatron_unickpt.runtime import Runtime
+from megatron_unickpt.witnessing.held import held_by, named_parameters, unwrapped
+from megatron_unickpt.witnessing.step_hooks import HOOKS
+from unickpt.api.witness import Witness
+from unickpt.base import hooks
+from unickpt.base.errors import ConfigError
+from unickpt.base.logs import logger, make_visible
+from unickpt.training.witness.agreeing import Ranks, circles
+from unickpt.training.witness.counting import Counters, all_finite
+from unickpt.training.witness.held import Stepped
+from unickpt.training.witness.settings import BUDDY, NONFINITE, Settings, settings_of
+from unickpt.training.witness.watching import Watched, Watching, seeing
+
+
+class OptimizerWitness:
+    """The witness of a model and its optimizer.
+
+    Attributes:
+        watching: what it does.
+    """
+
+    def __init__(self, watching: Watching, watched: Watched) -> None:
+        self.watching = watching
+        self._watched = watched
+
+    def before(self) -> None:
+        """A step begins."""
+        done = internals.iterations_done()
+        if done is not None:
+            self._watched.step = done
+        self.watching.before(self._watched)
+
+    def after(self, result: Any) -> None:
+        """A step has ended. ``result``: what it returns, first of all whether the loss scaler did not leave it out."""
+        self.watching.after(self._watched, applied=not isinstance(result, tuple) or bool(result[0]))
+
+
+def witness(model: Any, optimizer: Any, options: Mapping[str, Any] | None, *, step: int = 0) -> Witness:
+    """Watch a training for numbers that are silently wrong. Every rank calls it, after the model is wrapped and loaded.
+
+    Megatron's training scripts call it for ``--unickpt-witness-every``.
+
+    Args:
+        model: megatron-core module, wrapped in Megatron's DDP, or the list of a rank's model chunks.
+        optimizer: optimizer of megatron-core, chained or not.
+        options: ``{"every": 50, "checks": ["rest", "replicas", "nonfinite"]}``, or a part of it. None: nothing is watched.
+        step: optimizer steps done.
+
+    Returns:
+        What is found. It is also in the log.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
+    settings = settings_of(options)
+    if settings is None:
+        return Witness(None)
+    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    return begin(RUNTIME, chunks, optimizer, settings, step)
+
+
+def begin(runtime: Runtime, chunks: Sequence[torch.nn.Module], optimizer: Any, settings: Settings, step: int = 0) -> Witness:
+    """Watch a model. If that cannot begin, a warning says why, and training goes on."""
+    make_visible()
+    device = next((each.device for chunk in chunks for each in chunk.parameters()), torch.device("cpu"))
+    job = Ranks.of(None, device)
+    try:
+        own = _made(chunks, optimizer, settings, job, step)
+    except Exception as err:  # raised on all ranks
+        logger.warning("unickpt: witness: it cannot watch this model, and training goes on: %s: %s", type(err).__name__, err)
+        return Witness(None)
+    if not hooks.install(HOOKS, framework=FRAMEWORK, version=version(), lost="no witness"):
+        own.watching.close()
+        return Witness(None)
+    runtime.witnesses[optimizer] = own
+    known = weakref.ref(optimizer)
+    own.watching.hooks.append(lambda: _end(runtime, known()))
+    return Witness(own.watching)
+
+
+def _end(runtime: Runtime, optimizer: Any) -> None:
+    if optimizer is not None:
+        runtime.witnesses.pop(optimizer, None)
+
+
+def _made(chunks: Sequence[torch.nn.Module], optimizer: Any, settings: Settings, job: Ranks, step: int) -> OptimizerWitness:
+    groups = job.together(lambda: {expert: internals.data_parallel_group(expert=expert) for expert in (False, True)})
+    of_data, of_experts = (Ranks.of(groups[expert], job.device) for expert in (False, True))
+    copies = {False: tuple(sorted(of_data.ranks)), True: tuple(sorted(of_experts.ranks))}
+    known = weakref.ref(optimizer)  # the witness ends with it
+
+    def held() -> list[Stepped]:
+        return held_by(chunks, known(), copies)
+
+    stepped = job.together(held)
+    different = [of_data] if copies[True] == copies[False] else [of_data, of_experts]
+    compared = job.together(lambda: circles([ranks for ranks in different if len(ranks.ranks) > 1], stepped))
+    watched = Watched(held, compared, partial(_finite, chunks), step)
+    checks = seeing(settings.checks, [watched], job)
+
+    def made() -> OptimizerWitness:
+        if BUDDY in checks:
+            checks.discard(BUDDY)
+            if job.leads:
+                logger.warning("unickpt: witness: there is no check buddy for Megatron")
+        counters = _counters(chunks) if NONFINITE in checks else []
+        late = weights_follow_late(optimizer)
+        return OptimizerWitness(Watching(settings.every, checks, [watched], job, counters, late=late), watched)
+
+    return job.together(made)
+
+
+def _counters(chunks: Sequence[torch.nn.Module]) -> list[Counters]:
+    try:
+        return [Counters(chunk, unwrapped(chunk)) for chunk in chunks]
+    except ConfigError as err:
+        logger.warning("unickpt: witness: %s", err)
+        return []
+
+
+def _finite(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Return whether the gradients are finite that the next step uses: those in Megatron's buffers, if there are buffers."""
+    return all_finite(getattr(each, "main_grad", each.grad) for each in named_parameters(chunks).values())

@@ -1,0 +1,112 @@
+"""The witness of an engine names bits that flip in the memory of one rank, and not what DeepSpeed and the program write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+import ds_unickpt
+from tests.jobs.deepspeed.jobs import build, train
+from tests.jobs.deepspeed.resumes import here
+from tests.jobs.deepspeed.scenario_worker import scenario
+from tests.support.extent import some
+from unickpt.checkpoint.format.witnessed import Passed
+from unickpt.training.witness.nonfinite import NonFinite
+from unickpt.training.witness.vote import Kind, Verdict
+
+ON = {"enabled": True, "async_save": False, "witness": {"every": 1}}
+NAME = "blocks.0.mlp.0.weight"
+
+
+def _flip(tensor: torch.Tensor) -> None:
+    tensor.data.view({4: torch.int32, 2: torch.int16}[tensor.element_size()]).view(-1)[1] ^= 1 << 3
+
+
+def _own(parameter: Any) -> torch.Tensor:
+    """Return this rank's weights of a parameter, without the padding of ZeRO-3, whose values are those of old memory."""
+    if not hasattr(parameter, "ds_tensor"):
+        whole: torch.Tensor = parameter.detach()
+        return whole
+    part: torch.Tensor = parameter.ds_tensor.detach()
+    return part[: max(parameter.ds_numel - dist.get_rank() * part.numel(), 0)]
+
+
+def _told(engine: Any, since: int = 0) -> list[tuple[Kind, str, tuple[int, ...]]]:
+    own = [(v.kind, v.subject.what, v.ranks) for v in ds_unickpt.witness_of(engine).verdicts if isinstance(v, Verdict)]
+    every: list[Any] = [None] * dist.get_world_size()
+    torch.distributed.all_gather_object(every, own)
+    assert every == [own] * len(every)
+    return own[since:]
+
+
+@scenario(2)
+def a_bit_that_flips_in_a_master_is_named(folder: Path) -> None:
+    for layout in some((here(1, "bf16"), here(3, "bf16"), here(2), here(1, "bf16o")), 2):
+        engine = build(layout, seed=1, unickpt=ON)
+        train(engine, 2)
+        parameter = dict(engine.module.named_parameters())[NAME]
+        if layout.stage == 3:
+            group, at, size = engine.optimizer.grad_position[engine.optimizer.get_param_id(parameter)]
+            master = engine.optimizer.fp32_partitioned_groups_flat[group].narrow(0, at, size)
+            holder = 1
+        else:
+            fragment = getattr(parameter, "_hp_mapping", None)
+            master = None if fragment is None else fragment.hp_fragment
+            holders: list[Any] = [None] * 2
+            torch.distributed.all_gather_object(holders, master is not None)
+            holder = holders.index(True)
+        if dist.get_rank() == holder:
+            _flip(master)
+        train(engine, 1)
+        assert _told(engine) == [(Kind.NO_MAJORITY, f"master of {NAME}", (holder,))], layout
+
+
+@scenario(2)
+def a_bit_that_flips_in_a_copy_is_named(folder: Path) -> None:
+    engine = build(here(0), seed=1, unickpt=ON)
+    train(engine, 2)
+    if dist.get_rank() == 1:
+        _flip(dict(engine.module.named_parameters())[NAME])
+    train(engine, 1)
+    assert _told(engine) == [(Kind.NO_MAJORITY, NAME, (1,)), (Kind.NO_MAJORITY, NAME, (0, 1))]
+
+
+@scenario(2)
+def what_the_program_and_deepspeed_write_has_no_verdict_and_weights_stay_equal(folder: Path) -> None:
+    for layout in some((here(1, "bf16"), here(3), here(0), here(2, "bf16"), here(0, "bf16"), here(1, "bf16o")), 2):
+        ends = []
+        checks = ["rest", "replicas", "nonfinite", *["buddy"] * (layout.stage < 3)]
+        for witness in ({"every": 1, "checks": checks}, {"every": 0}):
+            engine = build(layout, seed=1, unickpt={**ON, "witness": witness})
+            train(engine, 2)
+            engine.save_checkpoint(str(folder / layout.name / str(witness["every"])))
+            train(engine, 1)
+            parameter = dict(engine.module.named_parameters())[NAME]
+            value = safe_get_full_fp32_param(parameter)
+            if value is not None:  # DeepSpeed knows none without ZeRO in fp32
+                safe_set_full_fp32_param(parameter, value * 2)
+            train(engine, 1)
+            engine.load_checkpoint(str(folder / layout.name / str(witness["every"])))
+            train(engine, 2)
+            if witness["every"]:
+                assert _told(engine) == []
+                assert ds_unickpt.witness_of(engine).passed.passed_until == 3, layout  # rest of the fourth step is not yet seen
+            ends.append([_own(each).clone() for each in engine.module.parameters()])
+        assert all(map(torch.equal, *ends)), layout
+        assert ds_unickpt.witness_of(engine).passed == Passed(0, ())
+
+
+@scenario(2)
+def the_first_layer_that_is_not_finite_is_named_and_a_step_left_out_is_not(folder: Path) -> None:
+    for layout in some((here(2), here(3)), 1):
+        engine = build(layout, seed=1, unickpt=ON)
+        train(engine, 1)
+        handle = engine.module.blocks[0].mlp[0].register_forward_hook(lambda _module, _args, output: output * float("nan"))
+        train(engine, 1)
+        handle.remove()
+        own = [each for each in ds_unickpt.witness_of(engine).verdicts if isinstance(each, NonFinite)]
+        assert [(each.place.layer, each.place.backward, each.step) for each in own] == [("blocks.0.mlp.1", False, 2)], layout
