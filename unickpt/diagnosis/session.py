@@ -147,11 +147,12 @@ class Session:
             self._stacks.close()
 
     def _failed(self, rank: int, failure: Failed, trace: TracebackType | None) -> None:
-        """Note the exception that ends this process, before the process prints it and the launcher ends it."""
-        note_failure(self.folder, rank, failure)
+        """Note the exception that ends this process, before the process prints it and the launcher ends it. First its stack:
+        who reads of the failure finds its place."""
         if self._stacks is not None:
             self.ignore_signals()
             stack_dumps.note_exception(self._stacks, trace)
+        note_failure(self.folder, rank, failure)
 
     def ignore_signals(self) -> None:
         """Write no stacks any more. A fork of this process must not write the stacks of this rank."""

@@ -98,10 +98,10 @@ def _off_track(
 def _counted(hint: OffTrack, order: CallOrder, snapshot: Snapshot) -> OffTrack:
     """Return the hint with how often both sides have made the usual call, if that shows calls that are left out.
 
-    A rank that makes a call of a kind that its group never makes has left out nothing.
+    A call of a kind that the group has not made before may be one too many, or one to which all come later.
     """
     if order.is_new(snapshot.comm_of(hint.call.group.name), hint.call.op, hint.call.seq):
-        return dataclasses.replace(hint, alone=True)
+        hint = dataclasses.replace(hint, alone=True)
     usual = snapshot.comm_of(hint.usual.group.name), hint.usual.op
     found = order.made(hint.ranks[0], hint.others[0], *usual, snapshot.steps)
     if found is None or found.made >= found.of:

@@ -175,16 +175,18 @@ def _network(hint: LooksAtNetwork) -> str:
 def _off_track(hint: OffTrack, verdict: Verdict) -> str:
     here = _calls(hint.ranks, hint.call, verdict)
     there = _calls(hint.others, hint.usual, verdict)
+    fewer = "one" if hint.of - hint.made <= 1 else str(hint.of - hint.made)
+    count = f": {hint.made} of {hint.of} since step {hint.since_step}" if hint.of else ""
+    left_out = f"{counted(hint.ranks)} {has_or_have(hint.ranks)} made {fewer} {_name(hint.usual)} fewer{count}"
     if hint.alone:
         verb = "makes" if len(hint.ranks) == 1 else "make"
         why = (
             f"{counted(hint.ranks)} {verb} a call that this group has not made before: let every rank of the group make it, or "
             "none"
         )
+        why += f". If all ranks come to this call later, {left_out}" if hint.made else ""
     elif hint.made or hint.left_out == 1:
-        fewer = "one" if hint.of - hint.made <= 1 else str(hint.of - hint.made)
-        count = f": {hint.made} of {hint.of} since step {hint.since_step}" if hint.of else ""
-        why = f"{counted(hint.ranks)} {has_or_have(hint.ranks)} made {fewer} {_name(hint.usual)} fewer{count}"
+        why = left_out
     elif hint.left_out:
         why = f"{counted(hint.ranks)} {has_or_have(hint.ranks)} left out {hint.left_out} calls from this {_name(hint.usual)} on"
     elif hint.as_before:
