@@ -85,11 +85,12 @@ def with_places(verdict: Verdict, snapshot: Snapshot) -> Verdict:
 
 
 def ranks_at(ranks: Sequence[int], snapshot: Snapshot, *, waiting: bool) -> list[RankPlaces]:
-    """Return where ranks are, those in one place together; of many, the first ones. ``waiting``: whether they only wait."""
+    """Return where ranks are, those in one place together; of many, the first ones. ``waiting``: whether they only wait,
+    of which only a line of the user's own code tells something."""
     found: dict[Frame, list[int]] = defaultdict(list)
     for rank in ranks[:MOST]:
         one = snapshot.ranks.get(rank) or snapshot.absent.get(rank)
         frame = place_of(one.stack) if one is not None else None
-        if frame is not None:
+        if frame is not None and (frame.own or not waiting):
             found[frame].append(rank)
     return [RankPlaces(frame, tuple(ranks), waiting) for frame, ranks in found.items()]
