@@ -199,6 +199,7 @@ def endpoint_away(job: Hosts) -> str:
 def other_secret(job: Hosts) -> str:
     """A host has another ``--rdzv-id``."""
     job.start("n0")
+    time.sleep(3.0)  # it has the endpoint
     job.identifier += "-other"
     job.start("n1")
     return r"no round has begun .*n1 has no contact .*does not accept this agent"
