@@ -61,7 +61,7 @@ REPORTED = (
     Reported("exception in one rank", "raises", FAILED, (1,), "KeyError: 'labels'", "mend the program", "raises"),
     Reported("a rank is out of memory", "out_of_memory", FAILED, (3,), "can't allocate memory", "ask for less memory",
              "out_of_memory"),
-    Reported("one rank ends in order", "ends_early", MISMATCH, (3,), "rank 3 has ended, and ranks? .* waits?",
+    Reported("one rank ends in order", "ends_early", MISMATCH, (3,), "rank 3 has ended, and ranks? .* waits? for it",
              "look for fewer batches or an early return on rank 3", "backward", RESTART),
     Reported("a lock of the program", "lock", HANG, (2,), "has not entered", "look at what it does at", "lock",
              "park n1 for .*HUNG_OUT"),

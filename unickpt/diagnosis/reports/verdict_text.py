@@ -274,7 +274,10 @@ def _clause(item: Evidence, verdict: Verdict) -> str:
         case NotBegun(rank, pid, host):
             return f"rank {rank} has not begun to record (process {pid or 'unknown'} on {host})"
         case CallAlone(call, waiters, ended):
-            return f"{counted(ended)} {has_or_have(ended)} ended, and {counted(waiters, 'wait')} for them in {call_text(call)}"
+            whom = "it" if len(ended) == 1 else "them"
+            return (
+                f"{counted(ended)} {has_or_have(ended)} ended, and {counted(waiters, 'wait')} for {whom} in {call_text(call)}"
+            )
         case RotatingPauses(lost_ns, step_ns, steps, collecting):
             return (
                 f"{counted(verdict.ranks, 'collect')} garbage at different steps, in {collecting} of {steps} steps: every rank "
@@ -302,6 +305,8 @@ def _cause(verdict: Verdict) -> str:
 
 
 def _variant(item: CallVariant) -> str:
+    if not item.elements and not item.dtype and not item.shape:
+        return f"{item.op.name.lower()} on {counted(item.ranks)}"
     dtype = DTYPES[item.dtype - 1] if 0 < item.dtype <= len(DTYPES) else "no type"
     elements = f"{item.elements:,} elements, " if item.elements else ""
     return f"{item.op.name.lower()} ({elements}{dtype}, shape #{item.shape:08x}) on {counted(item.ranks)}"

@@ -17,6 +17,7 @@ from unickpt.checkpoint.format import index as index_module
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.safetensors_header import MAX_HEADER_BYTES
+from unickpt.checkpoint.format.witnessed import Passed
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.save.shards import Shard
 
@@ -75,11 +76,12 @@ def test_the_cast_of_the_document_is_the_one_of_torch(reader_class: Any, tmp_pat
 
 
 def test_the_document_names_every_member_of_the_manifest(tmp_path: Path) -> None:
-    body = json.loads((handmade.save_single(tmp_path) / "manifest.json").read_text())
+    directory = handmade.save_single(tmp_path, witness=Passed(2, ("rest",)))
+    body = json.loads((directory / "manifest.json").read_text())
     text = section(4)
     named = first_cells(text)
     assert set(body) | set(body["files"][0]) == set(named)
-    for part in (body["writer"], body["optimizer"], body["optimizer"]["groups"][0]):
+    for part in (body["writer"], body["witness"], body["optimizer"], body["optimizer"]["groups"][0]):
         assert all(f"`{member}`" in text for member in part)
     assert f"2^{manifest.MAX_MANIFEST_BYTES.bit_length() - 1} bytes" in text
 
