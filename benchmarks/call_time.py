@@ -3,8 +3,8 @@
     python -m benchmarks.call_time [--tensors 300 10000] [--frameworks deepspeed megatron torch] [--saves 10] [--out FILE]
 
 One process per row: one rank without a GPU, tiny layers, Adam. DeepSpeed is ZeRO-1 in fp32, Megatron its GPT in bf16 with the
-distributed optimizer, torch is ``save_training`` of a plain module. Of Megatron's call, ``sharded_state_dict`` is its own and
-stands in a column. The first saves, which describe the state, do not count. Processor time of the thread
+distributed optimizer, torch is ``save_training`` of a plain module. Of Megatron's call, its own ``sharded_state_dict`` of the
+model stands in a column. The first saves, which describe the state, do not count. Processor time of the thread
 (``time.thread_time``) leaves out waits, and what other threads take. It still grows on a machine that is busy.
 """
 
@@ -116,9 +116,9 @@ def megatron_job(tensors: int) -> Job:
     from megatron_unickpt.testing.layouts import Layout
 
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    jobs.LAYERS = max(tensors // 12, 1)
-    width = max(int((_BYTES / 16 / 12 / jobs.LAYERS) ** 0.5) // 8 * 8, 8)
-    job = jobs.Job(Layout(), width=width)
+    layers = max(tensors // 12, 1)
+    width = max(int((_BYTES / 16 / 12 / layers) ** 0.5) // 8 * 8, 8)
+    job = jobs.Job(Layout(), width=width, layers=layers)
     saves: list[Any] = []
     theirs: list[float] = []
 
@@ -132,8 +132,11 @@ def megatron_job(tensors: int) -> Job:
 
         return call
 
-    for each in job.chunks:
-        each.sharded_state_dict = timed(each.sharded_state_dict)
+    for chunk in job.chunks:
+        module = chunk
+        while hasattr(module, "module"):
+            module = module.module
+        module.sharded_state_dict = timed(module.sharded_state_dict)
 
     def save(place: Path) -> None:
         theirs.append(0.0)

@@ -71,7 +71,6 @@ def megatron_job(asked: dict[str, Any]) -> Callable[[], float]:
     from megatron_unickpt.testing.layouts import Layout
     from unickpt.base.options.job import TimingOptions
 
-    jobs.LAYERS = len(asked["layers"])
     rows = asked["rows"]
 
     class PlannedJob(jobs.Job):
@@ -82,7 +81,7 @@ def megatron_job(asked: dict[str, Any]) -> Callable[[], float]:
             return dataclasses.replace(config, pipeline_model_parallel_layout=asked["pipeline"])
 
     layout = Layout.parse(asked["layout"])
-    job = PlannedJob(layout, batch=asked["batch"], micro_batch=rows)
+    job = PlannedJob(layout, batch=asked["batch"], micro_batch=rows, layers=len(asked["layers"]))
     options = TimingOptions(enabled=True, watch=False, folder=asked["rings"], layers_every=asked["every"])
     megatron_unickpt.time_collectives(options)
     from megatron.core.transformer.transformer_layer import TransformerLayer

@@ -81,8 +81,7 @@ def megatron_job(asked: dict[str, Any], slow: bool) -> tuple[Step, Callable[[], 
     from megatron_unickpt.testing.layouts import Layout
     from unickpt.base.options.job import TimingOptions
 
-    jobs.LAYERS = len(asked["layers"])
-    job = jobs.Job(Layout.parse(asked["layout"]), width=WIDTH)
+    job = jobs.Job(Layout.parse(asked["layout"]), width=WIDTH, layers=len(asked["layers"]))
     megatron_unickpt.time_collectives(TimingOptions(enabled=True, watch=False, folder=asked["rings"], layers_every=EVERY))
     layers = [each for chunk in job.chunks for each in chunk.modules() if isinstance(each, TransformerLayer)]
     sleeping = _sleeping(layers, [asked["layers"][each.layer_number - 1] for each in layers], slow)
