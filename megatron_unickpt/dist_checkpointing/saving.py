@@ -128,7 +128,8 @@ def save(
         pending.conclude()
     if turn is not None and pending.pending.rank == 0:
         open_storage(directory).delete_if_empty()  # the scripts have created it
-    if validate_access_integrity:  # a collective: all ranks reach it, or none
+    skipped = pending.pending.result is not None and pending.pending.result.skipped  # on all ranks: nothing was described
+    if validate_access_integrity and not skipped:  # a collective: all ranks reach it, or none
         internals.compare_common_state(compared[0])
     if not asynchronous:
         if turn is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from megatron_unickpt.testing.layouts import Layout
 from megatron_unickpt.testing.truth import consolidated
 from tests.jobs.megatron.compared import differences
 from tests.jobs.megatron.scenarios import scenario
+from tests.support.logs import logged
 from unickpt.base.options.job import MemoryOptions
 from unickpt.checkpoint.save import shutdown
 
@@ -84,4 +86,17 @@ def a_state_that_one_rank_cannot_describe_for_memory_is_saved_on_disk(folder: Pa
     save(folder, job, 1, small)
     assert on_disk(folder) == ["iter_0000001"]
     assert api.resume_or_start(folder / "nothing", job.chunks, memory=options) == {"iteration": 0, "extra": {}}
+    forget(folder)
+
+
+@scenario(2)
+def a_save_that_is_left_out_because_copies_are_on_their_way_leaves_training_alone(folder: Path) -> None:
+    job = Job(Layout(tp=2), seed=1)
+    options = replace(memory(folder, dist.get_rank(), 1000), on_busy="skip")
+    with logged() as lines:
+        for step in range(1, 9):
+            save(folder, job, step, options)
+    left_out = [line for line in lines if "is left out: the copies of the checkpoint in memory before it" in line]
+    assert len(left_out) == (dist.get_rank() == 0)
+    job.train(1)
     forget(folder)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from tests.jobs.torch.layouts import Layout
 from tests.jobs.torch.model import Job
 from tests.jobs.torch.pairs_worker import differences
+from tests.support.logs import logged as logged
 
 REGISTRY: dict[str, tuple[tuple[int, ...], Callable[[Path], None]]] = {}
 ADAMW = "fp32-adamw"
@@ -27,23 +26,6 @@ def scenario(*worlds: int) -> Callable[[Callable[[Path], None]], Callable[[Path]
         return function
 
     return mark
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """Collect the lines that unickpt logs on this rank."""
-    lines: list[str] = []
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    handler = Collector()
-    logging.getLogger("unickpt").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("unickpt").removeHandler(handler)
 
 
 def job_of(shape: str, seed: int, kind: str = ADAMW) -> Job:
