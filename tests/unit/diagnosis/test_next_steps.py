@@ -16,7 +16,7 @@ from unickpt.diagnosis.detectors.call_order import CallOrder
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.hints import CollectTogether, LooksAtNetwork, LooksAtProcess, Matter, OffTrack
 from unickpt.diagnosis.detectors.observations import CallRef, CircularWait
-from unickpt.diagnosis.detectors.places import with_places
+from unickpt.diagnosis.detectors.places import ranks_at, with_places
 from unickpt.diagnosis.detectors.verdicts import Cause, Reach, Syndrome, Verdict
 from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.process_state import State
@@ -73,6 +73,19 @@ def test_under_steering_the_command_takes_the_host_out(tmp_path: Path) -> None:
     placed = with_places(verdict, job)
     assert command_of(placed) == "unickpt hosts park node02"
     assert "look at what it does at data/vocabulary.py:33 (lookup)" in next_text(placed)
+
+
+def test_a_rank_that_waits_has_a_place_only_in_the_users_own_code() -> None:
+    """A line of the library, such as one that prints a traceback, is no place to look at."""
+    job = made_up([(rank, 1, 10, 14) for rank in (0, 1)])
+    stacks = (
+        (Frame("updatecache", "linecache.py", 137),),
+        (Frame("read", "socket.py", 7), Frame("train", "run.py", 3, own=True)),
+    )
+    ranks = {rank: dataclasses.replace(job.ranks[rank], stack=stacks[rank]) for rank in (0, 1)}
+    job = dataclasses.replace(job, ranks=ranks)
+    assert [(each.at.function, each.ranks) for each in ranks_at((0, 1), job, waiting=True)] == [("train", (1,))]
+    assert [each.at.function for each in ranks_at((0, 1), job, waiting=False)] == ["updatecache", "train"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from unickpt.base.errors import NewerFormatError, StorageError, UnickptError
+from unickpt.base.logs import logger
 from unickpt.checkpoint.checkpoint_folder import (
     complete_checkpoints,
     iteration_name,
@@ -25,7 +26,7 @@ from unickpt.checkpoint.format.witnessed import WitnessFault, suspicion
 from unickpt.checkpoint.load.failure import DAMAGE, failure_of
 from unickpt.checkpoint.load.resume import Offer
 from unickpt.checkpoint.load.validation import is_checkpoint
-from unickpt.checkpoint.storage.base import Storage, join
+from unickpt.checkpoint.storage.base import Storage, join, split
 from unickpt.checkpoint.storage.open import open_storage
 from unickpt.checkpoint.witness_faults import read_faults
 
@@ -108,6 +109,7 @@ class Candidates:
     def offer(self) -> Offer:
         """Return the next checkpoint to try: the folder itself if it is one. Reads manifests, no data."""
         if not self._begun and is_checkpoint(self._folder):
+            self._warn_of_suspicion()
             return Offer(self._folder, explicit=True)
         choice = self.next()
         if choice.tag is None:
@@ -123,6 +125,14 @@ class Candidates:
             if choice.tag not in self._tried:
                 self._tried.append(choice.tag)
         return choice
+
+    def _warn_of_suspicion(self) -> None:
+        """Warn if the checkpoint that the user names may have traces of a fault that the witness has found. It is loaded."""
+        parent, name = split(self._folder.rstrip("/"))
+        with contextlib.suppress(UnickptError):
+            suspect = _suspicion(parent, name, read_faults(parent))
+            if suspect:
+                logger.warning("unickpt: %s. It is loaded, because it was named", suspect)
 
     def _next(self) -> CandidateTag:
         notes = []

@@ -191,7 +191,7 @@ def witnessed(folder: Path, step: int, record: Passed | None) -> None:
     assert Saver(SaveOptions()).save(wanted, alone()).committed
 
 
-def test_a_job_goes_back_behind_a_fault_that_the_witness_has_found(tmp_path: Path) -> None:
+def test_a_job_goes_back_behind_a_fault_that_the_witness_has_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step in (2, 4, 6):
         witnessed(tmp_path, step, Passed(4, ("rest",)))
     add_fault(tmp_path, WitnessFault(4, 7, "SDC_AT_REST"))
@@ -200,6 +200,12 @@ def test_a_job_goes_back_behind_a_fault_that_the_witness_has_found(tmp_path: Pat
     assert choice.tag == "s4"
     assert choice.notes == (f"{tmp_path}/s6 is of step 6, and may have traces of a fault after step 4: SDC_AT_REST",)
     assert order(candidates) == ["s2", None]
+    for name, warned in (("s4", False), ("s6", True)):  # named by the user
+        caplog.clear()
+        assert Candidates(tmp_path / name).offer().explicit
+        assert (
+            "may have traces of a fault after step 4: SDC_AT_REST. It is loaded, because it was named" in caplog.text
+        ) is warned
     assert newest(str(tmp_path)).checkpoint == f"{tmp_path}/s4"  # type: ignore[union-attr]
     note_gone_back(tmp_path)
     witnessed(tmp_path, 5, Passed(4, ("rest",), faults=1))  # of the job that has gone back
