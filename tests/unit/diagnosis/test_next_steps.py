@@ -75,15 +75,14 @@ def test_under_steering_the_command_takes_the_host_out(tmp_path: Path) -> None:
     assert "look at what it does at data/vocabulary.py:33 (lookup)" in next_text(placed)
 
 
-def test_a_rank_that_waits_has_a_place_only_in_the_users_own_code() -> None:
+def test_a_rank_that_waits_has_a_place_only_in_the_users_own_code(tmp_path: Path) -> None:
     """A line of the library, such as one that prints a traceback, is no place to look at."""
-    job = made_up([(rank, 1, 10, 14) for rank in (0, 1)])
-    stacks = (
-        (Frame("updatecache", "linecache.py", 137),),
-        (Frame("read", "socket.py", 7), Frame("train", "run.py", 3, own=True)),
-    )
+    hung(tmp_path)
+    job = take_snapshot(read_folder(tmp_path))
+    own = (Frame("read", "socket.py", 7), Frame("train", "run.py", 3, own=True))
+    stacks = ((Frame("updatecache", "linecache.py", 137),), own)
     ranks = {rank: dataclasses.replace(job.ranks[rank], stack=stacks[rank]) for rank in (0, 1)}
-    job = dataclasses.replace(job, ranks=ranks)
+    job = dataclasses.replace(job, ranks={**job.ranks, **ranks})
     assert [(each.at.function, each.ranks) for each in ranks_at((0, 1), job, waiting=True)] == [("train", (1,))]
     assert [each.at.function for each in ranks_at((0, 1), job, waiting=False)] == ["updatecache", "train"]
 
