@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -42,20 +43,28 @@ def note_last_exception() -> None:
         if folder is None or not rank.isdigit():
             return
         sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(_made_a_step)
-        on_last_exception(lambda failure, _: note_failure(folder, int(rank), failure))
+        on_last_exception(partial(note_failure, folder, int(rank)))
 
 
-def on_last_exception(note: Callable[[Failed, TracebackType | None], None]) -> Callable[[], None]:
+def on_last_exception(
+    note: Callable[[Failed], None], *, first: Callable[[TracebackType | None], None] = lambda _: None
+) -> Callable[[], None]:
     """Call ``note`` with the exception that ends this process, as soon as it is known. Return a function that removes the hook.
 
     What the process does at its end, with its destructors, may take long.
+
+    Args:
+        note: gets the exception.
+        first: gets its traceback, before anything else is done: code that looks for the place of this process must not find it
+            in this hook.
     """
     before, own = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with contextlib.suppress(Exception):
             if os.getpid() == own:  # a fork is no rank
-                note(failed(error, trace, bool(_stepped)), trace)
+                first(trace)
+                note(failed(error, trace, bool(_stepped)))
         before(kind, error, trace)
 
     def remove() -> None:

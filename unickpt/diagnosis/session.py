@@ -29,7 +29,7 @@ from unickpt.base.options.job import TimingOptions
 from unickpt.base.private_files import SHARED_MEMORY, file_name, make_named_folder
 from unickpt.base.prometheus import Scrape
 from unickpt.base.role import role
-from unickpt.base.round_folder import RUN_ID, Failed, folder_of_round, note_failure
+from unickpt.base.round_folder import RUN_ID, folder_of_round, note_failure
 from unickpt.diagnosis.agent import launch
 from unickpt.diagnosis.host import stack_dumps
 from unickpt.diagnosis.host.early_stacks import EARLY
@@ -105,7 +105,7 @@ class Session:
         if self._stacks is not None:
             EARLY.end()
         self._fatal = self._stacks is not None and stack_dumps.listen_to_end(self._stacks, main_stack_first)
-        self._remove_hook = on_last_exception(partial(self._failed, rank))
+        self._remove_hook = on_last_exception(partial(note_failure, self.folder, rank), first=self._raised)
         self._agent = self._start_agent(options, first_rank if first_rank >= 0 else rank) if first and given is None else None
         if given is not None and first:
             write_note(given, SessionNote(str(self.folder), options.watch, _scrape(options, options.job)))
@@ -146,13 +146,11 @@ class Session:
             self.ignore_signals()
             self._stacks.close()
 
-    def _failed(self, rank: int, failure: Failed, trace: TracebackType | None) -> None:
-        """Note the exception that ends this process, before the process prints it and the launcher ends it. First its stack:
-        who reads of the failure finds its place."""
+    def _raised(self, trace: TracebackType | None) -> None:
+        """Write where the exception was raised that ends this process. From then on nobody finds it in its hooks."""
         if self._stacks is not None:
             self.ignore_signals()
             stack_dumps.note_exception(self._stacks, trace)
-        note_failure(self.folder, rank, failure)
 
     def ignore_signals(self) -> None:
         """Write no stacks any more. A fork of this process must not write the stacks of this rank."""

@@ -96,7 +96,10 @@ def test_torchs_own_types_name_others() -> None:
 FORKED = """
 import os, sys
 from unickpt.base.first_failure import on_last_exception
-remove = on_last_exception(lambda failure, trace: print(failure.error, trace is not None, flush=True))
+said = []
+remove = on_last_exception(
+    lambda failure: print(failure.error, *said, flush=True), first=lambda trace: said.append(trace is not None)
+)
 if os.fork():
     os.wait()
     if sys.argv[1] == "removed": remove()

@@ -98,6 +98,39 @@ def test_a_process_that_a_signal_ends_has_left_its_stack(tmp_path: Path, number:
     assert [frame.function for frame in frames[:2]] == ["busy", "outer"]
 
 
+RAISED = """
+import sys, time
+import torch, torch.distributed as dist
+import unickpt
+from unickpt.base.options.job import TimingOptions
+class Slow(Exception):
+    def __str__(self):  # as one that reads files, or formats many numbers
+        print("said", flush=True)
+        time.sleep(5)
+        return "slow"
+folder = sys.argv[1]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+unickpt.time_collectives(TimingOptions(enabled=True, watch=False, folder=folder + "/rings"))
+def fails():
+    raise Slow
+fails()
+"""
+
+
+def test_a_process_that_fails_is_where_the_exception_was_raised(tmp_path: Path) -> None:
+    """While the end of it is described, its stack is that of the description."""
+    command = [sys.executable, "-c", RAISED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPO, env=environment()) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            [path] = tmp_path.rglob("*.stacks")
+            assert stack_dumps.ask_all({process.pid: path}) == {process.pid: ()}
+            assert stack_dumps.place_of(stack_dumps.kept(path, 0)) == stack_dumps.Frame("fails", "<string>", 15)
+        finally:
+            process.kill()
+
+
 ABORTED = BUSY.replace("outer()\n", "").replace(
     "def busy",
     """import ctypes, os
