@@ -154,15 +154,16 @@ class Runtime:
 
         from megatron_unickpt.held_state import sharded_tensors
 
-        leaves = (leaf for leaf in sharded_tensors.walk(state) if isinstance(getattr(leaf, "data", None), torch.nn.Parameter))
+        found = sharded_tensors.walk(state, later=False)
+        leaves = (leaf for leaf in found if isinstance(getattr(leaf, "data", None), torch.nn.Parameter))
         first = min(leaves, key=lambda leaf: str(leaf.key), default=None)
         if first is None:
             return None
         owners, held = self.owners, first.data
         if held not in self._owned:
             self._owned[held] = owners.add(f"a model with {first.key}")
-        found: Owner = self._owned[held]
-        return found
+        owner: Owner = self._owned[held]
+        return owner
 
     def exchange(self) -> MessageExchange:
         """Return the message exchange of the ranks: of the job, or inside ``among`` of a group. A new store gets a new one."""

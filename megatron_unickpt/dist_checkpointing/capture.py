@@ -15,7 +15,7 @@ from megatron_unickpt.held_state import hyperparameters, sharded_tensors
 from megatron_unickpt.held_state.common_state import COMMON, VOCABULARY, readable, step_of
 from megatron_unickpt.held_state.hyperparameters import OptimizerPart
 from megatron_unickpt.held_state.kept_description import KnownDescription, ReadState
-from megatron_unickpt.held_state.sharded_tensors import MASTER, WEIGHT, FoundItem, Piece, StateTensor
+from megatron_unickpt.held_state.sharded_tensors import MASTER, WEIGHT, FoundItem, LaterTensors, Piece, StateTensor
 from unickpt import __version__
 from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import TensorInfo
@@ -44,11 +44,12 @@ def writer(vocabulary: int | None = None) -> Writer:
 
 def optimizer_parts(state: Any) -> list[OptimizerPart]:
     """Return the optimizers that ``optimizer.sharded_state_dict`` added to a state dict."""
-    found = []
-    for leaf in sharded_tensors.walk(state):
-        if isinstance(leaf, LocalNonpersistentObject) and isinstance(leaf.obj, OptimizerPart):
-            found.append(leaf.obj)
-    return found
+    return _parts_among(sharded_tensors.walk(state, later=False))
+
+
+def _parts_among(leaves: Iterable[Any]) -> list[OptimizerPart]:
+    objects = (leaf.obj for leaf in leaves if isinstance(leaf, LocalNonpersistentObject))
+    return [found for found in objects if isinstance(found, OptimizerPart)]
 
 
 def contribution(
@@ -65,11 +66,14 @@ def contribution(
         share: divide equal copies among the data parallel ranks. False: the first rank writes them.
         directory: of the checkpoint. Its name has the step if the common state has none.
     """
-    found = list(sharded_tensors.sharded(state))
-    parts = optimizer_parts(state)
+    leaves = list(sharded_tensors.walk(state, later=False))
+    found, parts = list(sharded_tensors.sharded_among(leaves)), _parts_among(leaves)
+    later = [leaf for leaf in leaves if isinstance(leaf, LaterTensors)]
+    if len(later) != len(parts):  # the caller has made another state dict of it
+        found, later = list(sharded_tensors.sharded(state)), []
     silent = (silent_steps(leaf.inner) for part in parts for leaf in part.leaves)
     unsteady = next(filter(None, silent), "") if parts else "the state dict has no optimizer of Megatron"
-    shards, tensors, bound, keeper = _described(found, known, share=share, steady=not unsteady)
+    shards, tensors, bound, keeper = _described(found, parts, later, known, share=share, steady=not unsteady)
     first = torch.distributed.get_rank() == 0
     record = next((r for part in parts if (r := hyperparameters.record_of(part, alone=first)) is not None), None)
     scalers = [part.grad_scaler for part in parts if part.grad_scaler is not None]
@@ -94,21 +98,31 @@ def contribution(
 
 
 def _described(
-    found: Sequence[FoundItem], known: KnownDescription, *, share: bool, steady: bool
-) -> tuple[list[Shard], list[TensorInfo], BoundShards | None, Keeper | None]:
+    found: Sequence[FoundItem], parts: Sequence[OptimizerPart], later: Sequence[LaterTensors], known: KnownDescription, *,
+    share: bool, steady: bool,
+) -> tuple[list[Shard], list[TensorInfo], BoundShards | None, Keeper | None]:  # fmt: skip
     """Return shards and listed tensors; further shards that an earlier save has described; what keeps them for the next one."""
-    read = ReadState.of(found, known.names, share=share) if steady else None
-    earlier = None if read is None else known.bound(read)
+    read = ReadState.of(found, parts, known.names, known.mastered, share=share) if steady else None
+    earlier = None if read is None else known.bound(read, parts)
     if read is not None and earlier is not None:
         held = description(read.changing, share=share, steady=True)
         return held.shards(), list(dict.fromkeys([*earlier[1], *held.tensors])), earlier[0], None
-    held = description(found, share=share, steady=steady)
+    states = [FoundItem(item, item.data) for each in later for item in each.values()]
+    everything = [*found, *states]
+    held = description(everything, share=share, steady=steady)
     tensors = list(dict.fromkeys(held.tensors))
     keeper = None
     if read is not None:
+        known.mastered = _mastered(known.names.named(each.item) for each in everything if isinstance(each.item, ShardedTensor))
+        read = ReadState.of(found, parts, known.names, known.mastered, share=share)
         changing = {each.item.key for each in read.changing}
-        keeper = known.keep(read, [info for info in tensors if info.state != WEIGHT or info.name not in changing])
+        listed = [info for info in tensors if info.state != WEIGHT or info.name not in changing]
+        keeper = known.keep(read, parts, listed)
     return held.shards(), tensors, None, keeper
+
+
+def _mastered(named: Iterable[tuple[str, str]]) -> frozenset[str]:
+    return frozenset(name for name, state in named if state == MASTER)
 
 
 def description(found: Iterable[FoundItem], *, share: bool, steady: bool = False) -> Description:

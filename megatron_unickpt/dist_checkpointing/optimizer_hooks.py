@@ -48,7 +48,8 @@ def hooked_state_dict(
         return _as_megatron_describes_it(runtime, reason, native)
     is_loading = bool(args[0]) if args else bool(kwargs.get("is_loading", False))
     try:
-        state = optimizer.sharded_state_dict(instance, model_sharded_state_dict, is_loading=is_loading)
+        later = not is_loading and instance in runtime.known.optimizers
+        state = optimizer.sharded_state_dict(instance, model_sharded_state_dict, is_loading=is_loading, later=later)
     except UnsupportedLayoutError as err:
         if selected:
             raise

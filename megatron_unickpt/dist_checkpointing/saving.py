@@ -86,7 +86,7 @@ def save(
 
     def described() -> _Described:
         if not kept:
-            state = optimizer_forms.to_save(sharded_state_dict)
+            state = optimizer_forms.to_save(sharded_state_dict, runtime.known.optimizers)
             common = sharded_tensors.common(state)
             if content_metadata is not None:
                 common[CONTENT_METADATA] = {k: v for k, v in content_metadata.items() if k != "dp_cp_group"}

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+import torch
 
 from megatron_unickpt.framework import optimizer_internals as internals
 from megatron_unickpt.framework.optimizer_internals import HeldRange, Leaf
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, merge_groups
 from unickpt.checkpoint.state.optimizer_record import decoded, encoded
 from unickpt.transform.convert.megatron import keys
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The global tensors of an optimizer's parameters on this rank.
+
+    Attributes:
+        names: parameter (by id) -> names of the global tensors that it is part of.
+        described: parameters (by id) whose hyperparameters this rank saves, because it holds the first copy of a part of
+            their state.
+    """
+
+    names: Mapping[int, tuple[str, ...]]
+    described: frozenset[int]
 
 
 @dataclass
@@ -20,9 +37,7 @@ class OptimizerPart:
     Attributes:
         optimizer: Megatron's optimizer.
         leaves: optimizers that step, with the ranges of parameters that they hold on this rank.
-        names: parameter (by id) -> names of the global tensors that it is part of.
-        described: parameters (by id) whose hyperparameters this rank saves, because it holds the first copy of a part of
-            their state.
+        name: returns the global tensors of its parameters; called at most once, by ``named``.
         record: hyperparameters and step by parameter name; set by a load.
         grad_scaler: state of the loss scaler; set by a load, or to be saved.
         loaded: whether a load has filled the tensors.
@@ -35,8 +50,7 @@ class OptimizerPart:
 
     optimizer: Any
     leaves: list[Leaf]
-    names: dict[int, tuple[str, ...]]
-    described: frozenset[int] = frozenset()
+    name: Callable[[], Named]
     record: OptimizerRecord | None = None
     grad_scaler: Any = None
     loaded: bool = False
@@ -44,6 +58,11 @@ class OptimizerPart:
     model: Mapping[int, Any] = field(default_factory=dict)
     allocated: bool = False
     native: Callable[[], Any] | None = None
+
+    @cached_property
+    def named(self) -> Named:
+        """Global tensors of the parameters. An equal one may be set, which an earlier save has kept."""
+        return self.name()
 
 
 def record_of(part: OptimizerPart, *, alone: bool = True) -> OptimizerRecord | None:
@@ -54,26 +73,34 @@ def record_of(part: OptimizerPart, *, alone: bool = True) -> OptimizerRecord | N
         alone: True adds parameters that another rank describes, and groups without parameters.
     """
     groups: list[ParameterGroup] = []
-    scalars: list[ParameterGroup] = []
+    scalars: dict[tuple[Any, ...], tuple[dict[str, Any], list[str]]] = {}  # of one value: it, and the names
+    of, described = part.named.names, part.named.described
     for leaf in part.leaves:
         by_group: dict[int, tuple[dict[str, Any], list[HeldRange]]] = {}
         for held in leaf.held:
             by_group.setdefault(id(held.group), (held.group, []))[1].append(held)
         for group in leaf.inner.param_groups:
-            members = [
-                held for held in by_group.get(id(group), (group, []))[1] if alone or id(held.parameter) in part.described
-            ]
+            members = [held for held in by_group.get(id(group), (group, []))[1] if alone or id(held.parameter) in described]
             if not members and not alone:
                 continue
-            names = tuple(dict.fromkeys(n for held in members for n in part.names[id(held.parameter)]))
+            names = tuple(dict.fromkeys(n for held in members for n in of[id(held.parameter)]))
             values = {key: value for key, value in group.items() if key not in ("params", "step")}
             groups.append(encoded(values, names, typed=False))
             step = {"step": group["step"]} if "step" in group else {}
-            scalars += [encoded(step | held.scalars, part.names[id(held.parameter)], typed=False) for held in members]
+            for held in members:
+                each = {key: _number(value) for key, value in (step | held.scalars).items()}
+                same = tuple((key, type(value), repr(value)) for key, value in each.items())
+                scalars.setdefault(same, (each, []))[1].extend(of[id(held.parameter)])
     if not part.leaves or not (alone or groups):
         return None
-    counted = merge_groups(scalar for scalar in scalars if scalar.hyperparameters or scalar.left_out)
+    held_scalars = (encoded(each, names, typed=False) for each, names in scalars.values())
+    counted = merge_groups(scalar for scalar in held_scalars if scalar.hyperparameters or scalar.left_out)
     return OptimizerRecord(internals.name_of(part.leaves[0]), tuple(groups), counted, internals.stepped(part.leaves))
+
+
+def _number(value: Any) -> Any:
+    """Return the number in a tensor of one element, and any other value as it is."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def restore_hyperparameters(part: OptimizerPart, leaf: Leaf) -> None:
@@ -87,10 +114,10 @@ def restore_hyperparameters(part: OptimizerPart, leaf: Leaf) -> None:
     latest = max((float(s["step"]) for s in steps.values() if isinstance(s.get("step"), (int, float))), default=None)
     members: dict[int, list[str]] = {}
     for held in leaf.held:
-        members.setdefault(id(held.group), []).extend(part.names[id(held.parameter)])
-        found = next((steps[n] for n in part.names[id(held.parameter)] if n in steps), None)
+        members.setdefault(id(held.group), []).extend(part.named.names[id(held.parameter)])
+        found = next((steps[n] for n in part.named.names[id(held.parameter)] if n in steps), None)
         step = latest if found is None or "step" not in found else float(found["step"])
-        if part.began.intersection(part.names[id(held.parameter)]):
+        if part.began.intersection(part.named.names[id(held.parameter)]):
             step = 0.0
         if internals.steps_per_parameter(leaf):
             internals.set_step(leaf, held, step or 0.0)

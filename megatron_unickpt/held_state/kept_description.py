@@ -1,21 +1,23 @@
 """What a save has described of a sharded state dict, for the next saves.
 
 Megatron makes a new sharded state dict for each save. Its tensors are described anew if a key, a box, the memory, shape or
-dtype of a tensor, a parameter, the copies or the ranks are others. What can change between two steps, such as buffers, is no
-part of it.
+dtype of a tensor, a parameter, what an optimizer holds, the copies or the ranks are others. What can change between two steps,
+such as buffers, is no part of it. The sharded tensors of an optimizer's state are not made for the comparison.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_unickpt.framework import internals
-from megatron_unickpt.held_state.sharded_tensors import MASTER, WEIGHT, FoundItem, StateTensor, tensor_of
+from megatron_unickpt.held_state.hyperparameters import Named, OptimizerPart
+from megatron_unickpt.held_state.sharded_tensors import WEIGHT, FoundItem, StateTensor, tensor_of
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.save.kept import BoundShards, Facts, Keeper, KeptFacts
 
@@ -47,17 +49,29 @@ class ReadState:
     facts: Facts | None
 
     @classmethod
-    def of(cls, found: Sequence[FoundItem], names: KnownNames, *, share: bool) -> ReadState:
-        """Read. The arguments are those of ``capture.description``."""
-        tensors = [(each, *names.named(each.item)) for each in found if isinstance(each.item, ShardedTensor)]
-        mastered = {name for _, name, state in tensors if state == MASTER}
+    def of(
+        cls, found: Sequence[FoundItem], parts: Sequence[OptimizerPart], names: KnownNames, mastered: Collection[str], *,
+        share: bool,
+    ) -> ReadState:  # fmt: skip
+        """Read.
+
+        Args:
+            found: sharded tensors and objects that are not of ``parts``.
+            parts: optimizers whose tensors are described later.
+            names: what is known of keys.
+            mastered: names of the weights that have a master.
+            share: as for ``capture.description``.
+        """
         changing: list[FoundItem] = []
-        parameters: list[Any] = []
+        objects: list[Any] = []
         data: list[torch.Tensor] = []
         values: list[Any] = [share, *(internals.data_parallel_ranks(expert=expert) for expert in (False, True))]
         plain = True
-        for each, name, state in tensors:
+        for each in found:
             item, is_parameter = each.item, isinstance(each.origin, torch.nn.Parameter)
+            if not isinstance(item, ShardedTensor):
+                continue
+            name, state = names.named(item)
             if state == WEIGHT and not is_parameter and name not in mastered:
                 changing.append(each)
                 continue
@@ -67,11 +81,18 @@ class ReadState:
                 item.dtype, None if flat is None else (flat.start, flat.stop), item.data is None,
                 isinstance(item, StateTensor) and item.replicated, is_parameter and getattr(each.origin, "allreduce", True),
             ))  # fmt: skip
-            parameters.append(each.origin if is_parameter else None)
+            objects.append(each.origin if is_parameter else None)
             if item.data is not None:
                 plain = plain and internals.dequantized(item.data) is item.data
                 data.append(item.data)
-        return cls(changing, Facts(parameters, data, (), tuple(values)) if plain else None)
+        for leaf in (leaf for part in parts for leaf in part.leaves):
+            values.append((leaf.instance, len(leaf.held), len(leaf.elsewhere)))
+            objects += leaf.elsewhere
+            for held in leaf.held:
+                values.append((held.lo, held.hi, held.instance, tuple(held.states), tuple(held.others)))
+                objects.append(held.parameter)
+                data += (held.main, *held.states.values(), *held.others.values())
+        return cls(changing, Facts(objects, data, (), tuple(values)) if plain else None)
 
 
 @dataclass
@@ -80,32 +101,44 @@ class KnownDescription:
 
     Attributes:
         names: of all keys.
+        mastered: names of the weights that have a master.
+        optimizers: those that a save has described.
         described: how many saves have described the tensors anew.
     """
 
     names: KnownNames = field(default_factory=KnownNames)
+    mastered: Collection[str] = frozenset()
+    optimizers: WeakSet[Any] = field(default_factory=WeakSet)
     described: int = 0
     _facts: KeptFacts | None = None
+    _named: Sequence[Named] = ()
     _tensors: Sequence[TensorInfo] = ()
     _keeper: Keeper | None = None
 
-    def bound(self, read: ReadState) -> tuple[BoundShards, Sequence[TensorInfo]] | None:
-        """Return the shards of an earlier description and its tensors, if what has been read now is what it has read."""
+    def bound(self, read: ReadState, parts: Sequence[OptimizerPart]) -> tuple[BoundShards, Sequence[TensorInfo]] | None:
+        """Return the shards of an earlier description and its tensors, if what has been read now is what it has read.
+
+        The optimizers then get the names of that description.
+        """
         kept = None if self._keeper is None else self._keeper.kept
         if kept is None or read.facts is None or self._facts is None or not self._facts.fit(read.facts):
             return None
+        for part, named in zip(parts, self._named, strict=True):
+            part.named = named
         return BoundShards.of(kept, read.facts.tensors), self._tensors
 
-    def keep(self, read: ReadState, tensors: Sequence[TensorInfo]) -> Keeper | None:
+    def keep(self, read: ReadState, parts: Sequence[OptimizerPart], tensors: Sequence[TensorInfo]) -> Keeper | None:
         """Note a new description. Returns what gets its shards, or None if they cannot be kept.
 
         Args:
             read: what it has read.
+            parts: the optimizers.
             tensors: that it lists, without those of ``read.changing``.
         """
         self.described += 1
-        self._facts, self._keeper, self._tensors = None, None, ()
+        self._facts, self._keeper, self._tensors, self._named = None, None, (), ()
+        self.optimizers.update(part.optimizer for part in parts)
         if read.facts is not None:
             self._facts, self._keeper = KeptFacts(read.facts), Keeper(read.facts.tensors)
-            self._tensors = tensors
+            self._tensors, self._named = tensors, [part.named for part in parts]
         return self._keeper

@@ -8,7 +8,8 @@ no data, and the states of all optimizer wrappers have the same names.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch.overrides import TorchFunctionMode
 
 from megatron_unickpt.framework import optimizer_internals as internals
-from megatron_unickpt.framework.optimizer_internals import HeldRange
+from megatron_unickpt.framework.optimizer_internals import HeldRange, Leaf
 from megatron_unickpt.held_state import sharded_tensors
-from megatron_unickpt.held_state.hyperparameters import OptimizerPart, restore_hyperparameters
-from megatron_unickpt.held_state.sharded_tensors import MASTER, StateTensor
+from megatron_unickpt.held_state.hyperparameters import Named, OptimizerPart, restore_hyperparameters
+from megatron_unickpt.held_state.sharded_tensors import MASTER, LaterTensors, StateTensor
 from unickpt.base.errors import MismatchError, UnsupportedLayoutError
 from unickpt.checkpoint.format.boxes import boxes_of_view
 from unickpt.transform.convert.megatron import keys
@@ -57,13 +58,13 @@ class MegatronsForm(dict[str, Any]):
         return dict, (dict(self),)
 
 
-def sharded_state_dict(optimizer: Any, model: Any, *, is_loading: bool) -> dict[str, Any]:
+def sharded_state_dict(optimizer: Any, model: Any, *, is_loading: bool, later: bool = False) -> dict[str, Any]:
     """Return the optimizer's state by parameter. ``model`` is the model's sharded state dict; see ``by_parameter``."""
-    return by_parameter(optimizer, items_of(model), is_loading=is_loading)
+    return by_parameter(optimizer, items_of(model), is_loading=is_loading, later=later)
 
 
 def by_parameter(
-    optimizer: Any, known: Mapping[int, ShardedTensor | ShardedTensorFactory], *, is_loading: bool
+    optimizer: Any, known: Mapping[int, ShardedTensor | ShardedTensorFactory], *, is_loading: bool, later: bool = False
 ) -> dict[str, Any]:
     """Return the optimizer's state as sharded tensors whose data are the live tensors.
 
@@ -71,6 +72,7 @@ def by_parameter(
         optimizer: supported wrapper (``optimizer_internals.unsupported_reason``).
         known: the model's sharded tensors and factories by the id of their parameter.
         is_loading: allocate states that do not exist yet.
+        later: describe the tensors when somebody looks at one. What is not supported is raised then.
 
     Returns:
         A dict for ``dist_checkpointing.save`` or ``load``, and then for the optimizer's ``load_state_dict``.
@@ -82,6 +84,27 @@ def by_parameter(
     if reason:
         raise UnsupportedLayoutError(reason)
     leaves = internals.leaves(optimizer, allocate=is_loading)
+    described = cache(partial(_described, leaves, known))
+    scalers = [getattr(leaf.optimizer, "grad_scaler", None) for leaf in leaves]
+    scaler = next((s for s in scalers if s), None)
+    part = OptimizerPart(
+        optimizer,
+        leaves,
+        lambda: described()[0],
+        grad_scaler=None if scaler is None else scaler.state_dict(),
+        model=known,
+        allocated=is_loading,
+    )
+    tensors = LaterTensors(lambda: described()[1])
+    if not later:
+        len(tensors)
+    return {PART: LocalNonpersistentObject(part), TENSORS: tensors}
+
+
+def _described(
+    leaves: Sequence[Leaf], known: Mapping[int, ShardedTensor | ShardedTensorFactory]
+) -> tuple[Named, dict[str, ShardedTensor]]:
+    """Return the names of parameters, and the sharded tensors of their states."""
     names: dict[int, tuple[str, ...]] = {}
     tensors: dict[str, ShardedTensor] = {}
     described: set[int] = set()
@@ -98,18 +121,7 @@ def by_parameter(
             names[id(parameter)] = tuple(dict.fromkeys(part.key for part in parts))
             for part in parts:
                 tensors[str(len(tensors))] = _marker(part)
-    scalers = [getattr(leaf.optimizer, "grad_scaler", None) for leaf in leaves]
-    scaler = next((s for s in scalers if s), None)
-    part = OptimizerPart(
-        optimizer,
-        leaves,
-        names,
-        frozenset(described),
-        grad_scaler=None if scaler is None else scaler.state_dict(),
-        model=known,
-        allocated=is_loading,
-    )
-    return {PART: LocalNonpersistentObject(part), TENSORS: tensors}
+    return Named(names, frozenset(described)), tensors
 
 
 def items_of(model: Any) -> dict[int, ShardedTensor | ShardedTensorFactory]:

@@ -9,7 +9,7 @@ if an earlier release wrote it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -72,13 +72,23 @@ def _common(checkpoint: Checkpoint) -> Mapping[str, Any]:
 # ---------------------------------------------------------------- state dicts
 
 
-def to_save(tree: Any) -> Any:
+def to_save(tree: Any, known: Container[Any] = ()) -> Any:
     """Return a sharded state dict with every optimizer by parameter. Does not change the tree.
+
+    Args:
+        tree: the state dict.
+        known: optimizers that an earlier save has described. Their tensors are described when somebody looks at one.
 
     Raises:
         UnsupportedLayoutError: a state cannot be described by parameter.
     """
-    return _optimizers_mapped(tree, lambda found: _by_parameter(found, is_loading=False) if _is_megatrons(found) else found)
+
+    def described(found: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(found, MegatronsForm):
+            return found
+        return optimizer.by_parameter(found.optimizer, found.model, is_loading=False, later=found.optimizer in known)
+
+    return _optimizers_mapped(tree, described)
 
 
 def to_load(tree: Any, checkpoint: Checkpoint) -> Any:
@@ -99,8 +109,8 @@ def to_load(tree: Any, checkpoint: Checkpoint) -> Any:
             return found
         if _is_megatrons(found):
             keep = form is Form.MEGATRONS and (set(_types(found)) == stored or record_of(checkpoint) is None)
-            return found if keep else _by_parameter(found, is_loading=True)
-        return found if found[PART].obj.allocated else _by_parameter(found, is_loading=True)
+            return found if keep else _by_parameter(found)
+        return found if found[PART].obj.allocated else _by_parameter(found)
 
     return _optimizers_mapped(tree, described)
 
@@ -134,9 +144,9 @@ def _is_megatrons(found: dict[str, Any]) -> bool:
     return isinstance(found, MegatronsForm)
 
 
-def _by_parameter(found: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+def _by_parameter(found: dict[str, Any]) -> dict[str, Any]:
     held = found if isinstance(found, MegatronsForm) else found[PART].obj
-    return optimizer.by_parameter(held.optimizer, held.model, is_loading=is_loading)
+    return optimizer.by_parameter(held.optimizer, held.model, is_loading=True)
 
 
 def _optimizers_mapped(tree: Any, function: Callable[[dict[str, Any]], Any]) -> Any:

@@ -8,7 +8,7 @@ write and read the same tensors.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,14 +61,82 @@ class FoundItem:
     origin: Any
 
 
-def walk(tree: Any) -> Iterator[Any]:
-    """Yield every leaf of nested dicts and lists."""
-    if isinstance(tree, dict):
+class LaterTensors(dict[str, ShardedTensor]):
+    """Sharded tensors that are described when somebody looks at one of them. A copy or a pickle of it is a plain dict.
+
+    Args:
+        describe: returns them by key.
+    """
+
+    def __init__(self, describe: Callable[[], Mapping[str, ShardedTensor]]) -> None:
+        super().__init__()
+        self._describe: Callable[[], Mapping[str, ShardedTensor]] | None = describe
+
+    def _look(self) -> None:
+        describe, self._describe = self._describe, None
+        if describe is not None:
+            super().update(describe())
+
+    def __iter__(self) -> Iterator[str]:
+        self._look()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._look()
+        return super().__len__()
+
+    def __contains__(self, key: object) -> bool:
+        self._look()
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> ShardedTensor:
+        self._look()
+        return super().__getitem__(key)
+
+    def __eq__(self, other: object) -> bool:
+        self._look()
+        return super().__eq__(other)
+
+    __hash__ = None
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return dict, (dict(self.items()),)
+
+    def keys(self) -> Any:
+        self._look()
+        return super().keys()
+
+    def values(self) -> Any:
+        self._look()
+        return super().values()
+
+    def items(self) -> Any:
+        self._look()
+        return super().items()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._look()
+        return super().get(key, default)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self._look()
+        return super().pop(key, *default)
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def copy(self) -> dict[str, ShardedTensor]:
+        return dict(self.items())
+
+
+def walk(tree: Any, *, later: bool = True) -> Iterator[Any]:
+    """Yield every leaf of nested dicts and lists. ``later=False``: a ``LaterTensors`` is a leaf."""
+    if isinstance(tree, dict) and (later or not isinstance(tree, LaterTensors)):
         for value in tree.values():
-            yield from walk(value)
+            yield from walk(value, later=later)
     elif isinstance(tree, list):
         for value in tree:
-            yield from walk(value)
+            yield from walk(value, later=later)
     else:
         yield tree
 
@@ -84,7 +152,12 @@ def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 def sharded(tree: Any) -> Iterator[FoundItem]:
     """Return every sharded tensor and object, with factories built. Does not change the tree."""
-    for leaf in walk(tree):
+    yield from sharded_among(walk(tree))
+
+
+def sharded_among(leaves: Iterable[Any]) -> Iterator[FoundItem]:
+    """Return the sharded tensors and objects among the leaves of a tree, with factories built."""
+    for leaf in leaves:
         if isinstance(leaf, ShardedTensorFactory):
             for part in walk(leaf.build()):
                 if isinstance(part, (ShardedTensor, ShardedObject)):
@@ -105,7 +178,7 @@ def common(tree: Any) -> Any:
 
 
 def _is_common(value: Any) -> bool:
-    return not isinstance(value, (ShardedBase, LocalNonpersistentObject))
+    return not isinstance(value, (ShardedBase, LocalNonpersistentObject, LaterTensors))
 
 
 def _emptied(before: Any, after: Any) -> bool:
