@@ -68,7 +68,8 @@ def consolidated(job: Job, folder: Path, *, optimizer: bool = True) -> Truth | N
             asked: dict[str, Any] = {"metadata": metadata}
         else:
             asked = {"sharding_type": sharding} if job.layout.optimizer == "dist" else {}
-        state["optimizer"] = job.optimizer.sharded_state_dict(state, **asked)
+        with _places_without_padding(job.optimizer):
+            state["optimizer"] = job.optimizer.sharded_state_dict(state, **asked)
     with _results_of_this_process():
         dist_checkpointing.save(state, str(folder), validate_access_integrity=False)
     if sharding != "fully_reshardable":  # flattened: Megatron alone restores the shapes
@@ -105,6 +106,33 @@ def _read_by_one_rank(folder: Path) -> dict[str, Any]:
     plan = reader.prepare_local_plan(planner.create_local_plan())
     reader.read_data(plan, planner).wait()
     return state
+
+
+@contextlib.contextmanager
+def _places_without_padding(optimizer: Any) -> Iterator[None]:
+    """Let Megatron find the states of parameters where it has put them, in its fully reshardable form.
+
+    It gathers the buckets of a buffer one after the other without their padding (``get_parameter_state_dp_zero``), and looks
+    for each parameter where it is with the padding (``sharded_param_state_fully_reshardable``, 0.16.1). After a bucket that is
+    padded, such as the one before a tied embedding of a job with pipeline stages, it finds other elements.
+    """
+    wrappers = getattr(optimizer, "chained_optimizers", [optimizer])
+    before = []
+    for buffer in (buffer for each in wrappers for buffer in getattr(each, "buffers", ())):
+        padding, begins = 0, []  # of the buckets before each
+        for bucket in buffer.buckets:
+            begins.append(padding)
+            padding += bucket.grad_data.numel() - bucket.numel_unpadded
+        before.append((buffer, buffer.param_index_map))
+        buffer.param_index_map = {
+            parameter: (begin - begins[number], end - begins[number], number)
+            for parameter, (begin, end, number) in buffer.param_index_map.items()
+        }
+    try:
+        yield
+    finally:
+        for buffer, places in before:
+            buffer.param_index_map = places
 
 
 @contextlib.contextmanager
