@@ -149,8 +149,8 @@ class Session:
     def _raised(self, trace: TracebackType | None) -> None:
         """Write where the exception was raised that ends this process. From then on nobody finds it in its hooks."""
         if self._stacks is not None:
+            stack_dumps.note_exception(self._stacks, trace)  # at once: another rank's end may end this process by a signal
             self.ignore_signals()
-            stack_dumps.note_exception(self._stacks, trace)
 
     def ignore_signals(self) -> None:
         """Write no stacks any more. A fork of this process must not write the stacks of this rank."""

@@ -129,9 +129,8 @@ def note_exception(file: IO[bytes], trace: TracebackType | None) -> bool:
     """Write the stack of the exception that ends this process, as the fault handler would. Return whether there is one."""
     if trace is None:
         return False
-    lines = [
-        f'  File "{frame.filename}", line {frame.lineno} in {frame.name}' for frame in reversed(traceback.extract_tb(trace))
-    ]
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(trace)]  # extract_tb would read the source files
+    lines = [f'  File "{code.co_filename}", line {line} in {code.co_name}' for code, line in reversed(frames)]
     head = f"Thread 0x{threading.main_thread().ident or 0:016x} (most recent call first):"
     with contextlib.suppress(OSError):
         file.write("\n".join([head, *lines, ""]).encode(errors="replace"))
