@@ -78,10 +78,10 @@ def _meant(verdict: Verdict, place: str, name: str, rank: int) -> str:
     return "replicas, another tensor" if verdict.ranks == (rank,) or rank in verdict.ranks else "wrong"
 
 
-def arguments(frameworks_words: str) -> argparse.Namespace:
+def arguments(frameworks_words: str, *more: str) -> argparse.Namespace:
     """Return the arguments of a command."""
     parser = argparse.ArgumentParser(description=frameworks_words)
-    parser.add_argument("what", choices=("flips", "sound"))
+    parser.add_argument("what", choices=("flips", "sound", *more))
     parser.add_argument("--count", type=int, default=20, help="flips, or steps")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="layouts whose name has this")

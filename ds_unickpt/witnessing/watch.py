@@ -20,12 +20,16 @@ from unickpt.base import hooks
 from unickpt.base.errors import ConfigError
 from unickpt.base.logs import logger
 from unickpt.base.options.job import WitnessOptions
+from unickpt.base.round_folder import folder_of_round
 from unickpt.training.witness.agreeing import Ranks, circles
 from unickpt.training.witness.buddies import Buddies
+from unickpt.training.witness.causes import Causes
 from unickpt.training.witness.counting import Counters
 from unickpt.training.witness.held import Stepped
+from unickpt.training.witness.recalling import Recalled
+from unickpt.training.witness.recomputing import Recomputed, Selves
 from unickpt.training.witness.repeating import Tap
-from unickpt.training.witness.settings import BUDDY, NONFINITE, Settings, settings_from
+from unickpt.training.witness.settings import BUDDY, NONFINITE, SELF, Settings, settings_from
 from unickpt.training.witness.watching import Watched, Watching, seeing
 
 Held = Callable[[], list[Stepped]]
@@ -109,19 +113,36 @@ def _made(engine: Any, settings: Settings, job: Ranks) -> EngineWitness:
     counters: list[Counters] = []
     watched = Watched(held, compared, partial(_finite, counters), int(engine.global_steps))
     checks = seeing(settings.checks, [watched], job)
-    return job.together(lambda: _beginning(engine, settings.every, checks, job, among, watched, counters))
+    return job.together(lambda: _beginning(engine, settings, checks, job, among, watched, counters))
 
 
 def _beginning(
-    engine: Any, every: int, checks: set[str], job: Ranks, among: dict[str, Ranks], watched: Watched, counters: list[Counters]
+    engine: Any,
+    settings: Settings,
+    checks: set[str],
+    job: Ranks,
+    among: dict[str, Ranks],
+    watched: Watched,
+    counters: list[Counters],
 ) -> EngineWitness:
     counters += _counters(engine) if NONFINITE in checks else []
-    buddies = None
-    if BUDDY in checks and (buddies := _buddies(engine, job, among)) is None:
+    tap = _tap(engine, job, among) if {BUDDY, NONFINITE} & checks else None
+    buddies = Buddies(tap, job) if BUDDY in checks and tap is not None and len(job.ranks) > 1 else None
+    if BUDDY in checks and buddies is None:
         checks.discard(BUDDY)
         if job.leads:
             logger.warning("unickpt: witness: the check buddy needs ZeRO 0 to 2 and data parallelism alone, on several ranks")
-    return EngineWitness(Watching(every, checks, [watched], job, counters, buddies), watched)
+    causes = None
+    if counters and tap is not None:
+        causes = Causes(Recalled(tap), counters[0], job, partial(_folders, settings.batches))
+    selves = Selves(Recomputed([engine.module], plain=internals.plain), job) if SELF in checks else None
+    return EngineWitness(Watching(settings.every, checks, [watched], job, counters, buddies, causes, selves), watched)
+
+
+def _folders(named: str) -> list[str]:
+    """Return where micro-batches with values that are not finite are written, the best first."""
+    of_round = folder_of_round()
+    return [each for each in (named, "" if of_round is None else str(of_round)) if each]
 
 
 def _held(engine: Any, copies: Copies) -> Held:
@@ -142,9 +163,10 @@ def _finite(counters: list[Counters]) -> bool:
     return all(each.gradients_finite() for each in counters)
 
 
-def _buddies(engine: Any, job: Ranks, among: dict[str, Ranks]) -> Buddies | None:
-    alone = len(among) == 1 and sorted(among[""].ranks) == sorted(job.ranks) and len(job.ranks) > 1
+def _tap(engine: Any, job: Ranks, among: dict[str, Ranks]) -> Tap | None:
+    """Return what repeats micro-batches; None if a rank alone cannot."""
+    alone = len(among) == 1 and sorted(among[""].ranks) == sorted(job.ranks)
     if not alone or engine.zero_optimization_partition_weights() or engine.pipeline_parallelism:
         return None
     trained = {name: each for name, each in engine.module.named_parameters() if each.requires_grad}
-    return Buddies(Tap(engine.module, trained), job)
+    return Tap(engine.module, trained)

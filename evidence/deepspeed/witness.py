@@ -1,6 +1,8 @@
 """Flips of bits that the witness of a DeepSpeed engine must name, and sound steps that it must not.
 
 torchrun --nproc-per-node 3 -m evidence.deepspeed.witness flips [--count 300] [--seed 1]
+torchrun --nproc-per-node 3 -m evidence.deepspeed.witness nan [--count 25] [--seed 1]
+torchrun --nproc-per-node 3 -m evidence.deepspeed.witness twice [--count 100] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.deepspeed.witness sound [--count 1000]
 
 Each prints the rows of a table of ``docs/evidence/witness.md`` on rank 0.
@@ -10,8 +12,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -21,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_unickpt.edge import RUNTIME
 from ds_unickpt.witnessing.watch import EngineWitness
+from evidence import nans, twice
 from evidence.flips import Places, arguments, equal, flips, row
 from unickpt.testing.launch import leave
 from unickpt.training.witness.watching import Watching
@@ -55,7 +61,14 @@ class Model(torch.nn.Module):
 class Job:
     """An engine. Its weights, masters and moments are read from DeepSpeed itself, not from the adapter."""
 
-    def __init__(self, stage: int, precision: str, witness: dict[str, Any] | None, accumulation: int = 1) -> None:
+    def __init__(
+        self,
+        stage: int,
+        precision: str,
+        witness: dict[str, Any] | None,
+        accumulation: int = 1,
+        model: Callable[[], torch.nn.Module] = Model,
+    ) -> None:
         torch.manual_seed(0)
         ranks = dist.get_world_size()
         config: dict[str, Any] = {
@@ -73,7 +86,7 @@ class Job:
             config["fp16"] = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}
         if precision == "bf16o":
             config["data_types"] = {"grad_accum_dtype": "fp32"}
-        self.engine, *_ = deepspeed.initialize(model=Model(), config=config)
+        self.engine, *_ = deepspeed.initialize(model=model(), config=config)
         self.accumulation = accumulation
         self.dtype = {"f": torch.float32, "b": torch.bfloat16}[precision[0]] if precision != "fp16" else torch.float16
         torch.manual_seed(1 + dist.get_rank())
@@ -117,6 +130,54 @@ class Job:
         return found
 
 
+class NanJob(Job):
+    """An engine whose micro-batches may have NaN."""
+
+    def __init__(self, stage: int, precision: str, folder: str) -> None:
+        witness = {"every": 1, "checks": ["nonfinite"], "batches": folder}
+        super().__init__(stage, precision, witness, accumulation=nans.ACCUMULATION, model=nans.Model)
+
+    @property
+    def module(self) -> nans.Model:
+        found = self.engine.module
+        assert isinstance(found, nans.Model)
+        return found
+
+    def steps(self, micro_batches: Sequence[nans.Inputs]) -> None:
+        for inputs in micro_batches:
+            self.engine.backward(nans.loss_of(self.engine(**inputs)))
+            self.engine.step()
+
+
+class TwiceJob(Job):
+    """An engine whose backward pass computes blocks again, by DeepSpeed's own function or by torch's."""
+
+    def __init__(self, stage: int, precision: str, own: bool) -> None:
+        if own:
+            deepspeed.checkpointing.configure(None, num_checkpoints=twice.BLOCKS)
+        function = deepspeed.checkpointing.checkpoint if own else partial(checkpoint, use_reentrant=False)
+
+        def model() -> twice.Model:
+            found = twice.Model(function)
+            self.fault = twice.Fault(found)
+            return found
+
+        super().__init__(stage, precision, {"every": 1, "checks": ["self"]}, model=model)
+
+    @property
+    def module(self) -> twice.Model:
+        found = self.engine.module
+        assert isinstance(found, twice.Model)
+        return found
+
+    def step(self, between: Callable[[], None] = lambda: None) -> None:
+        x = torch.randn(MICRO_BATCH, WIDTH, dtype=self.dtype, requires_grad=True)
+        loss = self.engine(x).float().square().mean()
+        between()
+        self.engine.backward(loss)
+        self.engine.step()
+
+
 def _of_fp16_optimizer(optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return master and moments of a parameter, of DeepSpeed's ``FP16_UnfusedOptimizer``, which bf16 without ZeRO has too."""
     for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
@@ -134,7 +195,7 @@ def _moments(optimizer: Any, stepped: torch.Tensor) -> dict[str, torch.Tensor]:
 def sound(stage: int, precision: str, count: int) -> str:
     """Train with and without a witness. Return what it found, and whether memory is equal."""
     ends, verdicts, skipped = [], 0, 0
-    checks = ["rest", "replicas", "nonfinite", *["buddy"] * (stage < 3)]
+    checks = ["rest", "replicas", "nonfinite", "self", *["buddy"] * (stage < 3)]
     for witness in (None, {"every": 1, "checks": checks}):
         job = Job(stage, precision, witness, accumulation=2)
         for _ in range(count):
@@ -150,16 +211,28 @@ def sound(stage: int, precision: str, count: int) -> str:
 
 
 def main() -> None:
-    given = arguments("flips and sound steps of DeepSpeed")
+    given = arguments("flips and sound steps of DeepSpeed", "nan", "twice")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     deepspeed.init_distributed("gloo", verbose=False)
     logging.getLogger("unickpt").setLevel(logging.CRITICAL)
     for stage, precision in [*LAYOUTS, *([(1, "fp16"), (0, "fp16")] if given.what == "sound" else [])]:
         name = f"ZeRO-{stage}, {precision}"
-        if given.only in name:
-            row(name, sound(stage, precision, given.count) if given.what == "sound" else _flips(stage, precision, given))
+        if given.only in name and not (given.what == "nan" and (stage == 3 or precision != "fp32")):
+            row(name, _found(stage, precision, given))
     leave()
+
+
+def _found(stage: int, precision: str, given: argparse.Namespace) -> Any:
+    if given.what == "sound":
+        return sound(stage, precision, given.count)
+    if given.what == "twice":
+        both = (TwiceJob(stage, precision, own) for own in (False, True))
+        return sum((twice.twice(job, given.count, given.seed) for job in both), Counter())
+    if given.what == "nan":
+        with tempfile.TemporaryDirectory() as folder:
+            return nans.nans(NanJob(stage, precision, folder), given.count, given.seed)
+    return _flips(stage, precision, given)
 
 
 def _flips(stage: int, precision: str, given: argparse.Namespace) -> Counter[str]:

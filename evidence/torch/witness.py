@@ -2,6 +2,8 @@
 
 torchrun --nproc-per-node 3 -m evidence.torch.witness flips [--count 300] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.torch.witness compute [--count 300] [--seed 1]
+torchrun --nproc-per-node 3 -m evidence.torch.witness nan [--count 100] [--seed 1]
+torchrun --nproc-per-node 3 -m evidence.torch.witness twice [--count 100] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.torch.witness sound [--count 5000]
 torchrun --nproc-per-node 2 -m evidence.torch.witness cost [--count 100]
 
@@ -14,9 +16,10 @@ import argparse
 import logging
 import random
 import statistics
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -25,9 +28,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import torch_unickpt
+from evidence import nans, twice
+from evidence.flips import Places
 from unickpt.training.witness.vote import Kind, Verdict
+from unickpt.training.witness.watching import Watching
 
 PLACES = ("weight", "exp_avg", "exp_avg_sq")
 BITS = {torch.float32: 32, torch.bfloat16: 16}
@@ -228,21 +235,89 @@ def cost(accumulation: int, count: int) -> Iterator[tuple[str, float]]:
         yield name, 1000 * statistics.median(each)
 
 
+class NanJob:
+    """A training with DDP whose micro-batches may have NaN. The witness writes those into a folder."""
+
+    def __init__(self, folder: str) -> None:
+        torch.manual_seed(0)
+        self.module = nans.Model()
+        self.model = DistributedDataParallel(self.module)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        options = {"every": 1, "checks": ["nonfinite"], "batches": folder}
+        self.witness = torch_unickpt.witness(self.model, self.optimizer, options)
+
+    @property
+    def watching(self) -> Watching:
+        assert self.witness._watching is not None
+        return self.witness._watching
+
+    def steps(self, micro_batches: Sequence[nans.Inputs]) -> None:
+        for at, inputs in enumerate(micro_batches):
+            with nullcontext() if at == len(micro_batches) - 1 else self.model.no_sync():
+                nans.loss_of(self.model(**inputs)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def places(self) -> Places:
+        found = {("weight", name): each.detach() for name, each in self.module.named_parameters()}
+        for name, each in self.module.named_parameters():
+            found |= {(place, name): self.optimizer.state[each][place] for place in PLACES[1:]}
+        return found
+
+
+class TwiceJob:
+    """A training with DDP or FSDP2, whose backward pass computes blocks again."""
+
+    def __init__(self, kind: str, dtype: torch.dtype, reentrant: bool) -> None:
+        torch.manual_seed(0)
+        self.module = twice.Model(partial(checkpoint, use_reentrant=reentrant)).to(dtype)
+        self.fault = twice.Fault(self.module)
+        if kind == "fsdp":
+            for block in self.module.blocks:
+                fully_shard(block)
+        self.model: Any = DistributedDataParallel(self.module) if kind == "ddp" else fully_shard(self.module)
+        self.optimizer, self.dtype = torch.optim.AdamW(self.model.parameters(), lr=1e-3), dtype
+        self.witness = torch_unickpt.witness(self.model, self.optimizer, {"every": 1, "checks": ["self"]})
+
+    @property
+    def watching(self) -> Watching:
+        assert self.witness._watching is not None
+        return self.witness._watching
+
+    def step(self, between: Callable[[], None]) -> None:
+        x = torch.randn(twice.MICRO_BATCH, twice.WIDTH, dtype=self.dtype, requires_grad=True)
+        loss = self.model(x).float().square().mean()
+        between()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("flips", "compute", "sound", "cost"))
+    parser.add_argument("what", choices=("flips", "compute", "nan", "twice", "sound", "cost"))
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("unickpt").setLevel(logging.CRITICAL)
     dist.init_process_group("gloo")
+    if given.what == "nan":
+        with tempfile.TemporaryDirectory() as folder:
+            counts = nans.nans(NanJob(folder), given.count, given.seed)
+        if dist.get_rank() == 0:
+            print(f"ddp: {sorted(counts.items())}", flush=True)
     for kind, dtype in [(kind, dtype) for kind in ("ddp", "fsdp") for dtype in BITS]:
         row = ""
         if given.what == "flips":
             row = str(sorted(flips(kind, dtype, given.count, given.seed).items()))
         elif given.what == "compute" and kind == "ddp":
             row = str(sorted(compute(dtype, given.count, given.seed).items()))
+        elif given.what == "twice":
+            counts = sum(
+                (twice.twice(TwiceJob(kind, dtype, each), given.count, given.seed) for each in (False, True)), Counter()
+            )
+            row = str(sorted(counts.items()))
         elif given.what == "sound":
             row = str(sound(kind, dtype, given.count))
         if row and dist.get_rank() == 0:

@@ -23,7 +23,8 @@ from unickpt.base.logs import logger, make_visible
 from unickpt.training.witness.agreeing import Ranks, circles
 from unickpt.training.witness.counting import Counters, all_finite
 from unickpt.training.witness.held import Stepped
-from unickpt.training.witness.settings import BUDDY, NONFINITE, Settings, settings_of
+from unickpt.training.witness.recomputing import Recomputed, Selves
+from unickpt.training.witness.settings import BUDDY, NONFINITE, SELF, Settings, settings_of
 from unickpt.training.witness.watching import Watched, Watching, seeing
 
 
@@ -120,7 +121,8 @@ def _made(chunks: Sequence[torch.nn.Module], optimizer: Any, settings: Settings,
                 logger.warning("unickpt: witness: there is no check buddy for Megatron")
         counters = _counters(chunks) if NONFINITE in checks else []
         late = weights_follow_late(optimizer)
-        return OptimizerWitness(Watching(settings.every, checks, [watched], job, counters, late=late), watched)
+        selves = Selves(Recomputed([unwrapped(each) for each in chunks]), job) if SELF in checks else None
+        return OptimizerWitness(Watching(settings.every, checks, [watched], job, counters, selves=selves, late=late), watched)
 
     return job.together(made)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch_unickpt.held_state.names import names_of, plain, without_ddp
 from torch_unickpt.held_state.optimizers import unwrapped
 from torch_unickpt.witnessing.acting import act
 from torch_unickpt.witnessing.held import Held, held_by
+from unickpt.api.dtensors import is_dtensor
 from unickpt.api.witness import Witness
 from unickpt.base.errors import ConfigError
 from unickpt.base.logs import logger, make_visible
@@ -21,9 +23,12 @@ from unickpt.checkpoint.format.witnessed import Passed
 from unickpt.checkpoint.save.late_copy import silent_steps
 from unickpt.training.witness.agreeing import Ranks, meet
 from unickpt.training.witness.buddies import Buddies
+from unickpt.training.witness.causes import Causes
 from unickpt.training.witness.counting import Counters, all_finite
+from unickpt.training.witness.recalling import Recalled
+from unickpt.training.witness.recomputing import Recomputed, Selves
 from unickpt.training.witness.repeating import Tap
-from unickpt.training.witness.settings import BUDDY, NONFINITE, settings_of
+from unickpt.training.witness.settings import BUDDY, NONFINITE, SELF, settings_of
 from unickpt.training.witness.vote import Verdict
 from unickpt.training.witness.watching import Watched, Watching, seeing
 
@@ -42,8 +47,8 @@ def witness(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any] |
     Args:
         model: as the program calls it: plain, ``DistributedDataParallel``, ``fully_shard`` (FSDP2, HSDP).
         optimizer: one of ``torch.optim``, or several of them. All ranks make the same steps.
-        options: ``{"every": 50, "checks": ["rest", "replicas", "nonfinite"]}``, or a part of it; there is also ``buddy``, and
-            ``"act": true``. None: nothing is watched.
+        options: ``{"every": 50, "checks": ["rest", "replicas", "nonfinite"]}``, or a part of it; there are also ``buddy``
+            and ``self``, ``"act": true`` and ``"batches": FOLDER``. None: nothing is watched.
         step: optimizer steps done.
 
     Returns:
@@ -68,21 +73,23 @@ def witness(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any] |
     ranks = Ranks.of(None if ddp is None else ddp.process_group, device)
     watched = [_watched(some, ranks, step) for some in held]
     checks = seeing(settings.checks, watched, ranks)
-    of_buddies = None
-    if BUDDY in checks and ddp is not None and len(ranks.ranks) > 1 and len(optimizers) == 1:
-        trained = {each.stepped.name: each.parameter for each in held[0] if each.parameter.requires_grad}
-        of_buddies = Buddies(Tap(without_ddp(model), trained), ranks)
-    elif BUDDY in checks:
+    counters = [Counters(model, without_ddp(model), plain=plain)] if NONFINITE in checks else []
+    tap = _tap(model, held, ranks) if {BUDDY, NONFINITE} & checks else None
+    of_buddies = Buddies(tap, ranks) if BUDDY in checks and tap is not None and len(ranks.ranks) > 1 else None
+    if BUDDY in checks and of_buddies is None:
         checks.remove(BUDDY)
         if ranks.leads:
             logger.warning(
                 "unickpt: witness: the check buddy needs DistributedDataParallel on several ranks, and one optimizer"
             )
-    counters = [Counters(model, without_ddp(model), plain=plain)] if NONFINITE in checks else []
+    causes = None
+    if counters and tap is not None:
+        causes = Causes(Recalled(tap), counters[0], ranks, partial(_folders, model, settings.batches))
+    selves = Selves(Recomputed([without_ddp(model)], plain=plain), ranks) if SELF in checks else None
     acts = settings.act and folder_of_round() is not None
     if settings.act and not acts and ranks.leads:
         logger.warning("unickpt: witness: act needs torchrun --rdzv-backend unickpt: the witness reports and does not act")
-    watching = Watching(settings.every, checks, watched, ranks, counters, of_buddies)
+    watching = Watching(settings.every, checks, watched, ranks, counters, of_buddies, causes, selves)
     recorded = _Recorded(model, watching)
     watching.hooks.append(recorded.close)  # which keeps it
     if acts and ranks.leads:
@@ -91,6 +98,21 @@ def witness(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any] |
     for optimizer, each in zip(optimizers, watched, strict=True):
         watching.hooks += [_hooked(optimizer, watching, each)]
     return Witness(watching)
+
+
+def _tap(model: torch.nn.Module, held: Sequence[Sequence[Held]], ranks: Ranks) -> Tap | None:
+    """Return what repeats micro-batches; None if a rank alone cannot, as with shards, or there are several optimizers."""
+    whole = isinstance(model, DistributedDataParallel) or len(ranks.ranks) == 1
+    trained = {each.stepped.name: each.parameter for some in held for each in some if each.parameter.requires_grad}
+    if not whole or len(held) != 1 or not trained or any(map(is_dtensor, trained.values())):
+        return None
+    return Tap(without_ddp(model), trained)
+
+
+def _folders(model: torch.nn.Module, named: str) -> list[str]:
+    """Return where micro-batches with values that are not finite are written, the best first."""
+    of_round = folder_of_round()
+    return [each for each in (named, *RUNTIME.save_dirs(model), "" if of_round is None else str(of_round)) if each]
 
 
 class _Recorded:

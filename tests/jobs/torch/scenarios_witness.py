@@ -16,6 +16,7 @@ import torch_unickpt
 from tests.jobs.torch.model import Job
 from tests.jobs.torch.registry import job_of, logged, scenario
 from unickpt.checkpoint.format.witnessed import Passed
+from unickpt.training.witness.nonfinite import NonFinite
 from unickpt.training.witness.vote import Kind, Verdict
 
 NAME, MOMENT = "blocks.0.up.weight", "exp_avg_sq of blocks.1.down.weight"
@@ -191,11 +192,24 @@ def _flipped(x: torch.Tensor) -> torch.Tensor:
     return x + (other - x).detach()
 
 
+def _once(calls: list[int], number: int, fault: Any) -> Any:
+    """Return what is wrong in one call since ``calls`` was 0: repetitions are later calls."""
+
+    def passed(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return fault(x) if calls[0] == number else x
+
+    return passed
+
+
 def _sound(_step: int, _micro_batch: int) -> Any:
     return lambda x: x
 
 
-def _with_buddies(fault: Any, steps: int, options: dict[str, Any] | None, penalty: float = 0) -> tuple[Faulty, Any]:
+def _with_buddies(
+    fault: Any, steps: int, options: dict[str, Any] | None, penalty: float = 0, bad: tuple[int, int, int] | None = None
+) -> tuple[Faulty, Any]:
+    """Train. ``bad``: step, micro-batch and rank whose input has NaN."""
     torch.manual_seed(3)
     module = Faulty()
     model = DistributedDataParallel(module, broadcast_buffers=False)
@@ -206,7 +220,8 @@ def _with_buddies(fault: Any, steps: int, options: dict[str, Any] | None, penalt
         for micro_batch in range(2):
             module.fault = fault(step, micro_batch)
             with model.no_sync() if micro_batch == 0 else nullcontext():
-                loss = model(torch.randn(3 + dist.get_rank(), 8), scale=0.5).square().mean()
+                x = torch.randn(3 + dist.get_rank(), 8) * (float("nan") if bad == (step, micro_batch, dist.get_rank()) else 1)
+                loss = model(x, scale=0.5).square().mean()
                 (loss + penalty * module.first.weight.square().sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -275,3 +290,126 @@ def what_cannot_be_repeated_ends_the_check(folder: Path) -> None:
     if dist.get_rank() == 0:
         assert sum("the check buddy ends: an operator of the model" in line for line in lines) == 1
         assert sum("the ranks cannot repeat the gradient of first.weight from" in line for line in lines) == 1
+
+
+def _causes(watching: torch_unickpt.Witness) -> list[tuple[int, int, str, str, str]]:
+    """Return what ``nonfinite`` has found on all ranks: step, rank, layer, cause and file."""
+    own = [each for each in watching.verdicts if isinstance(each, NonFinite)]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, [(each.step, each.rank, each.place.layer, each.cause.value, each.batch) for each in own])
+    return [each for of_rank in every for each in of_rank]
+
+
+@scenario(2, 4)
+def the_cause_of_nan_is_found_by_repetitions(folder: Path) -> None:
+    rank, batches = dist.get_rank(), {"every": 50, "checks": ["nonfinite"], "batches": str(folder)}
+    _, watching = _with_buddies(_sound, 2, batches, bad=(2, 1, 1))
+    (found,) = _causes(watching)
+    assert found[:4] == (2, 1, "first", "DATA_OR_MODEL")
+    content = torch.load(found[4], weights_only=True)
+    assert (content["step"], content["micro_batch"], content["rank"], content["kwargs"]) == (2, 1, 1, {"scale": 0.5})
+    assert content["args"][0].isnan().all()
+    watching.close()
+
+    def transient(step: int, micro_batch: int) -> Any:
+        return _once([0], 1, lambda x: x * float("inf")) if (rank, step, micro_batch) == (1, 2, 0) else lambda x: x
+
+    _, watching = _with_buddies(transient, 2, batches)
+    assert _causes(watching) == [(2, 1, "drop", "HARDWARE", "")]
+    watching.close()
+
+    def sick(step: int, micro_batch: int) -> Any:
+        return (lambda x: x * float("inf")) if rank == 1 and step == 2 else lambda x: x
+
+    _, watching = _with_buddies(sick, 2, batches)  # of two ranks nobody knows which is wrong
+    assert _causes(watching) == [(2, 1, "drop", "HARDWARE" if dist.get_world_size() > 2 else "UNDECIDED", "")]
+    watching.close()
+
+
+@scenario(4)
+def a_weight_that_becomes_infinite_is_of_the_hardware_and_an_input_that_was_overwritten_is_not_repeated(folder: Path) -> None:
+    job, rank = job_of("ddp4", 1), dist.get_rank()
+    with logged() as lines:
+        watching = torch_unickpt.witness(job.model, job.optimizer, {"checks": ["nonfinite"]})
+        job.train(1)
+        if rank == 2:
+            weight(job).data[0, 0] = float("inf")
+        job.train(3)  # with weights that are NaN on all ranks
+        assert [each[:4] for each in _causes(watching)] == [(2, 2, "blocks.0.up", "HARDWARE")]
+        watching.close()
+    assert sum(
+        "HARDWARE: a repetition finds finite values). Next: test the memory and the GPU of" in line for line in lines
+    ) == (rank == 2)
+
+    torch.manual_seed(3)
+    module = Faulty()
+    model = DistributedDataParallel(module, broadcast_buffers=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    watching = torch_unickpt.witness(model, optimizer, {"checks": ["nonfinite"]})
+    x = torch.full((3, 8), float("nan") if rank == 0 else 1.0)
+    model(x, scale=0.5).square().mean().backward()
+    x.fill_(1)
+    optimizer.step()
+    assert [each[:4] for each in _causes(watching)] == [(1, 0, "first", "UNDECIDED")]
+    watching.close()
+
+
+class Checkpointed(torch.nn.Module):
+    """Blocks whose activations the backward pass computes again, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = torch.nn.ModuleList([Faulty(), Faulty()]), torch.nn.Linear(8, 4)
+        for at, block in enumerate(self.blocks):
+            block.norm = torch.nn.LayerNorm(16) if at else torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.blocks
+        x = checkpoint(lambda y: first(y, scale=0.5), x, use_reentrant=True)
+        x = checkpoint(second, x, scale=0.5, use_reentrant=False)
+        found: torch.Tensor = self.head(x)
+        return found
+
+
+def _checkpointed(kind: str, options: dict[str, Any] | None, fault: Any = None) -> tuple[list[torch.Tensor], Any]:
+    torch.manual_seed(3)
+    module: Any = Checkpointed()
+    if kind == "fsdp":
+        for block in module.blocks:
+            fully_shard(block)
+    model = DistributedDataParallel(module) if kind == "ddp" else fully_shard(module)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    watching = torch_unickpt.witness(model, optimizer, options)
+    torch.manual_seed(dist.get_rank())
+    for step in range(1, 7):
+        if fault is not None:
+            module.blocks[1].fault = fault(step)
+        for _ in range(2):
+            model(torch.randn(3, 8, requires_grad=True)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if isinstance(model, FSDPModule):
+        model.reshard()
+    return [p.detach().to_local() if kind == "fsdp" else p.detach() for p in model.parameters()], watching
+
+
+@scenario(4)
+def what_the_backward_pass_computes_again_is_equal_or_named(folder: Path) -> None:
+    on = {"every": 2, "checks": ["self", "rest", "nonfinite"]}
+    for kind in ("ddp", "fsdp"):
+        expected, _ = _checkpointed(kind, None)
+        found, watching = _checkpointed(kind, on)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert watching.verdicts == []
+        assert watching.passed == Passed(4, ("rest", "self"))
+        watching.close()
+
+        def fault(step: int) -> Any:  # in the forward pass, or when it is computed again
+            sick = (step, dist.get_rank()) in ((4, 1), (6, 3))
+            return _once([0], 1 if step == 4 else 2, lambda x: x * 1.001) if sick else lambda x: x
+
+        _, watching = _checkpointed(kind, {"every": 2, "checks": ["self"]}, fault)
+        named = [(Kind.SDC_COMPUTE, "blocks.1.drop", step, (rank,)) for step, rank in ((4, 1), (6, 3))]
+        assert told(watching) == named, (kind, told(watching))  # the layer after the fault
+        assert watching.passed == Passed(2, ("self",))
+        watching.close()

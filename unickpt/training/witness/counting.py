@@ -38,16 +38,16 @@ class Counters:
         plain: Callable[[str], str] = str,
         parameters: Iterable[torch.Tensor] = (),
     ) -> None:
-        if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None for each in model.modules()):
-            raise ConfigError('the check "nonfinite" sees no layers of a compiled model; name the other checks in "checks"')
-        self._model = model
+        require_layers(model, "nonfinite")
+        self._model, self._wrapped = model, inner is not None and inner is not model
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
         self._names = [""]
         self._order: dict[int, None] = {}  # layers as they were first called
         self._rows: list[torch.Tensor] = []  # of each micro-batch: counts forward, backward
         self._usual: set[str] = set()
         self._of_gradients = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
-        self.paused = False  # while a micro-batch is repeated
+        self.paused = False  # while a micro-batch is repeated, and nobody asks where its values are not finite
+        self._repeats = self._closed = False
         self._hooks = [
             model.register_forward_pre_hook(ModuleHook(self._begins)),
             model.register_forward_hook(ModuleHook(partial(self._computed, 0))),
@@ -64,6 +64,7 @@ class Counters:
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._closed = True
         for hook in self._hooks:
             hook.remove()
 
@@ -77,11 +78,11 @@ class Counters:
         return not bool(self._of_gradients)
 
     def _gradient(self, gradient: torch.Tensor) -> None:
-        if not self.paused:
+        if not self.paused and not self._repeats:
             _count(self._of_gradients, 0, 0, gradient)
 
     def _begins(self, model: torch.nn.Module, _args: Any) -> None:
-        if not model.training or not torch.is_grad_enabled():
+        if self.paused or self._repeats or not model.training or not torch.is_grad_enabled():
             return
         self._rows.append(torch.zeros(2, len(self._names), dtype=torch.int64, device=self._device))
 
@@ -112,9 +113,40 @@ class Counters:
             return None
         return first_place(counted, self._usual)
 
+    def repeated(self, play: Callable[[Callable[[Any], None]], bool]) -> int:
+        """Return the number of the first place where a repetition of a micro-batch has values that are not finite.
+
+        Args:
+            play: repeats it, calls its argument with the whole output, and returns whether output and gradients are finite.
+
+        Returns:
+            0 if they are; -1 if nobody knows.
+        """
+        if self._closed:
+            return -1
+        kept, row = (self._rows, self.paused), torch.zeros(2, len(self._names), dtype=torch.int64, device=self._device)
+        self._rows, self.paused, self._repeats = [row], False, True
+        try:
+            if play(partial(self._computed, 0, self._model, ()) if self._wrapped else lambda _: None):
+                return 0
+            place = first_place([self._counted(row.tolist())], self._usual)
+        finally:
+            (self._rows, self.paused), self._repeats = kept, False
+        return -1 if place is None else self.number(place)
+
+    def number(self, place: Place) -> int:
+        """Return a number of a layer and a direction, which is the same on all ranks with this model, from 1."""
+        return 1 + 2 * self._names.index(place.layer) + place.backward
+
     def _counted(self, row: list[list[int]]) -> Counted:
         named = [{self._names[at]: each[at] for at in self._order if each[at]} for each in row]
         return Counted(named[0], named[1])
+
+
+def require_layers(model: torch.nn.Module, check: str) -> None:
+    """Raise ConfigError if a model is compiled, so that its layers call no hooks."""
+    if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None for each in model.modules()):
+        raise ConfigError(f'the check "{check}" sees no layers of a compiled model; name the other checks in "checks"')
 
 
 @torch.no_grad()

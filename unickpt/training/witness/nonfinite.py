@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -11,9 +11,9 @@ class Cause(str, Enum):
     """Why values are not finite.
 
     Attributes:
-        DATA_OR_MODEL: two other hosts that repeat the micro-batch find the same.
-        HARDWARE: two other hosts that repeat it find finite values.
-        UNDECIDED: fewer than two other hosts repeated it, or they disagree.
+        DATA_OR_MODEL: two other ranks that repeat the micro-batch find the same.
+        HARDWARE: two other ranks that repeat it find finite values, or this rank does the second time.
+        UNDECIDED: nobody repeated it, or they disagree.
     """
 
     DATA_OR_MODEL = "DATA_OR_MODEL"
@@ -53,15 +53,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """What another rank finds that repeats the micro-batch.
+    """What a rank finds that repeats the micro-batch.
 
     Attributes:
+        rank: global rank.
         host: its host.
-        layer: layer with the first values that are not finite; None if all are finite.
+        first: what stands for the place with the first values that are not finite; None if all are finite.
     """
 
+    rank: int
     host: str
-    layer: str | None
+    first: Hashable
 
 
 def first_place(micro_batches: Sequence[Counted], usual: Collection[str] = ()) -> Place | None:
@@ -83,18 +85,25 @@ def first_place(micro_batches: Sequence[Counted], usual: Collection[str] = ()) -
     return None
 
 
-def cause(host: str, layer: str, repeats: Sequence[Repeat]) -> Cause:
-    """Return why the values of a layer are not finite on a host. Two other hosts decide, if they agree."""
-    by_host: dict[str, set[str | None]] = {}
-    for each in repeats:
-        if each.host != host:
-            by_host.setdefault(each.host, set()).add(each.layer)
-    found = list(by_host.values())
-    if len(found) < 2 or any(len(layers) > 1 or layers != found[0] for layers in found):
-        return Cause.UNDECIDED
-    if found[0] == {None}:
+def cause(own: Repeat, repeats: Sequence[Repeat]) -> Cause:
+    """Return why values of a rank are not finite.
+
+    Two other ranks decide, if they agree. On the host of the rank they count only if all are there. One other rank alone can
+    confirm what the rank has found. The rank itself can only find that its values are finite the second time.
+
+    Args:
+        own: what the rank had found, which is a place.
+        repeats: by other ranks, and by the rank itself.
+    """
+    elsewhere = [each for each in repeats if each.host != own.host]
+    others = elsewhere or [each for each in repeats if each.rank != own.rank]
+    found = {each.first for each in others}
+    itself = {each.first for each in repeats if each.rank == own.rank}
+    if found == {own.first} and (len(others) > 1 or itself == found):
+        return Cause.DATA_OR_MODEL
+    if (found == {None} and len(others) > 1) or (itself == {None} and found <= {None}):
         return Cause.HARDWARE
-    return Cause.DATA_OR_MODEL if found[0] == {layer} else Cause.UNDECIDED
+    return Cause.UNDECIDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +116,12 @@ class NonFinite:
         rank: global rank.
         host: its host.
         cause: why.
+        batch: file with the micro-batch, or ''.
     """
 
     place: Place
     step: int
     rank: int
     host: str
-    cause: Cause
+    cause: Cause = Cause.UNDECIDED
+    batch: str = ""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
+from unickpt.base.module_hooks import ModuleHook
 from unickpt.training.witness.hashes import combined, hashes
 
+Begun = tuple[Any, Any, list[torch.Tensor], list[torch.Tensor], tuple[bool, torch.dtype]]
+# what a forward pass starts from: positional and named arguments, states of random generators, buffers, and autocast
 _SEVERAL = "several micro-batches share a backward pass, or one has several"
 
 
@@ -66,21 +69,24 @@ class Case:
 class Tap:
     """Records a micro-batch, and repeats one.
 
+    Attributes:
+        inner: the model.
+
     Args:
         model: without what reduces its gradients.
         parameters: those that are trained, by name.
     """
 
     def __init__(self, model: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._inner = model
+        self.inner = model
         self._parameters = list(parameters.values())
         self.names = ["the output", *(f"the gradient of {name}" for name in parameters)]
         self._device = self._parameters[0].device
         self._armed, self._repeating = False, False
         self._recording: _Recording | None = None
         self._hooks = [
-            self._inner.register_forward_pre_hook(self._begins, with_kwargs=True),
-            self._inner.register_forward_hook(self._computed),
+            self.inner.register_forward_pre_hook(ModuleHook(self._begins), with_kwargs=True),
+            self.inner.register_forward_hook(ModuleHook(self._computed)),
         ]
 
     def close(self) -> None:
@@ -109,24 +115,50 @@ class Tap:
 
     def repeat(self, data: bytes) -> tuple[int, ...]:
         """Return the values of a case, computed here. Random generators and buffers are afterwards as before."""
-        loaded, of_output = self._loaded(data)
-        args, kwargs, random, buffers, autocast = self._loaded(loaded)
-        now = self._state()
+        begun, of_output = self.loaded(data)
+        output, gradients = self.play(self.loaded(begun), of_output)
+        return (_hash(*output), *(0 if each is None else _hash(each) for each in gradients))
+
+    def play(
+        self, begun: Begun, of_output: Mapping[int, torch.Tensor], seen: Callable[[Any], None] = lambda _: None
+    ) -> tuple[list[torch.Tensor], tuple[torch.Tensor | None, ...]]:
+        """Compute a micro-batch. Return the tensors of the output, and the gradient of each parameter.
+
+        Args:
+            begun: what the forward pass starts from.
+            of_output: gradients of tensors of the output, by their number; empty: there is no backward pass.
+            seen: called with the output before the backward pass.
+        """
+        args, kwargs, random, buffers, autocast = begun
+        now = self.state()
         self._repeating = True
         try:
             self._restore(random, buffers)
             with torch.enable_grad(), torch.autocast(self._device.type, dtype=autocast[1], enabled=autocast[0]):
-                output = list(floats(self._inner(*args, **kwargs)))
+                whole = self.inner(*args, **kwargs)
+            output = list(floats(whole))
+            seen(whole)
+            if not of_output:
+                return output, ()
             chosen, weights = [output[at] for at in of_output], list(of_output.values())
             for tensor, weight in zip(chosen, weights, strict=True):
-                tensor.register_hook(partial(_given, weight))
-            gradients = torch.autograd.grad(chosen, self._parameters, weights, allow_unused=True)
+                tensor.register_hook(partial(_given, weight))  # type: ignore[no-untyped-call]
+            return output, torch.autograd.grad(chosen, self._parameters, weights, allow_unused=True)
         finally:
             self._repeating = False
             self._restore(*now)
-        return (_hash(*output), *(0 if each is None else _hash(each) for each in gradients))
 
-    def _loaded(self, data: bytes) -> Any:
+    @property
+    def repeats(self) -> bool:
+        """Whether a micro-batch is repeated now."""
+        return self._repeating
+
+    def autocast(self) -> tuple[bool, torch.dtype]:
+        """Return whether autocast is on, and its dtype."""
+        return torch.is_autocast_enabled(self._device.type), torch.get_autocast_dtype(self._device.type)
+
+    def loaded(self, data: bytes) -> Any:
+        """Return what ``torch.save`` has written, on this rank's device. It comes from a rank of this job: it holds pickles."""
         here = self._device
 
         def place(storage: Any, location: str) -> Any:
@@ -134,18 +166,21 @@ class Tap:
 
         return torch.load(io.BytesIO(data), map_location=place, weights_only=False)
 
-    def _state(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        random = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            random.append(torch.cuda.get_rng_state(self._device))
-        return random, [each.detach().clone() for each in self._inner.buffers()]
+    def random(self) -> list[torch.Tensor]:
+        """Return the states of torch's random generators."""
+        found = [torch.get_rng_state()]
+        return [*found, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else found
+
+    def state(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return copies of what a forward pass changes: states of random generators, and buffers."""
+        return self.random(), [each.detach().clone() for each in self.inner.buffers()]
 
     @torch.no_grad()
     def _restore(self, random: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
         torch.set_rng_state(random[0])
         if len(random) > 1:
             torch.cuda.set_rng_state(random[1], self._device)
-        for own, value in zip(self._inner.buffers(), buffers, strict=True):
+        for own, value in zip(self.inner.buffers(), buffers, strict=True):
             own.copy_(value)
 
     def _begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -155,10 +190,9 @@ class Tap:
         if not self._armed:
             return
         self._armed = False
-        autocast = torch.is_autocast_enabled(self._device.type), torch.get_autocast_dtype(self._device.type)
         buffer = io.BytesIO()
         try:
-            torch.save((args, kwargs, *self._state(), autocast), buffer)
+            torch.save((args, kwargs, *self.state(), self.autocast()), buffer)
         except Exception as err:  # of any object that the program passes to its model
             self._recording = _Recording(b"", unsuited=f"the input of the model cannot be sent to another rank ({err})")
             return

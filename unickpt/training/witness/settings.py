@@ -14,9 +14,10 @@ REST = "rest"
 REPLICAS = "replicas"
 NONFINITE = "nonfinite"
 BUDDY = "buddy"
-CHECKS = (REST, REPLICAS, NONFINITE, BUDDY)
+SELF = "self"
+CHECKS = (REST, REPLICAS, NONFINITE, BUDDY, SELF)
 DEFAULT = (REST, REPLICAS, NONFINITE)
-NOT_YET = ("self", "update")
+NOT_YET = ("update",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,13 @@ class Settings:
         every: steps from one check to the next. ``nonfinite`` counts in every step.
         checks: some of ``CHECKS``.
         act: go back to a checkpoint that passed, and under ``--rdzv-backend unickpt`` take a host out.
+        batches: folder for micro-batches with values that are not finite; '': that of the checkpoints, or of the round.
     """
 
     every: int = 50
     checks: tuple[str, ...] = DEFAULT
     act: bool = False
+    batches: str = ""
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -48,6 +51,8 @@ class Settings:
                 raise ConfigError(f'"witness.checks": the check "{check}" does not exist yet; there are {", ".join(CHECKS)}')
             if check not in CHECKS:
                 raise ConfigError(f'"witness.checks": there is no check {check!r}; there are {", ".join(CHECKS)}')
+        if not isinstance(self.batches, str):
+            raise ConfigError(f'"witness.batches" must be the name of a folder, not {self.batches!r}')
         if type(self.act) is not bool:
             raise ConfigError(f'"witness.act" must be true or false, not {self.act!r}')
 
@@ -63,7 +68,7 @@ def settings_from(options: WitnessOptions) -> Settings | None:
         ConfigError: there is no such check.
     """
     checks = tuple(filter(None, options.checks.split(",")))
-    return Settings(options.every, checks) if options.every else None
+    return Settings(options.every, checks, batches=options.batches) if options.every else None
 
 
 def settings_of(section: Any) -> Settings | None:

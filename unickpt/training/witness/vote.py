@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 AGREEING = 2  # other hosts that blame one
@@ -38,11 +38,13 @@ class Subject:
         what: name of a tensor or a layer.
         step: optimizer step, from 1.
         micro_batch: of the step, from 0; None where all of a step counts.
+        twice: a rank compares with what it has computed itself before.
     """
 
     what: str
     step: int
     micro_batch: int | None = None
+    twice: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,21 @@ def changed_at_rest(subject: Subject, ballots: Sequence[Ballot], *, changed: Seq
     if verdict is not None and verdict.kind is Kind.SDC_AT_REST:
         return verdict
     return _verdict(Kind.NO_MAJORITY, Kind.SDC_AT_REST, subject, own)
+
+
+def differing_from_itself(subject: Subject, ballots: Sequence[Ballot], differing: Collection[int]) -> Verdict:
+    """Return the verdict about what ranks computed twice with two results. No host is blamed: nobody else repeated it.
+
+    Args:
+        subject: what they computed.
+        ballots: of the ranks that computed something twice. Their values do not count.
+        differing: ranks with two results, fewer than half.
+    """
+    told = [Ballot(each.rank, each.host, (int(each.rank in differing),)) for each in ballots]
+    verdict = vote(Kind.SDC_COMPUTE, subject, told)
+    if verdict is not None and verdict.kind is Kind.SDC_COMPUTE:
+        return replace(verdict, blamed=())
+    return _verdict(Kind.NO_MAJORITY, Kind.SDC_COMPUTE, subject, [each for each in told if each.values[0]])
 
 
 def serious(verdicts: Iterable[Verdict]) -> Verdict | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from weakref import WeakSet
 
@@ -13,13 +14,15 @@ from unickpt.base.logs import logger
 from unickpt.training.witness import words
 from unickpt.training.witness.agreeing import Circle, Ranks
 from unickpt.training.witness.buddies import Buddies
+from unickpt.training.witness.causes import Causes
 from unickpt.training.witness.comparing import Changed, compare_at_rest, compare_replicas
 from unickpt.training.witness.counting import Counters, all_finite
 from unickpt.training.witness.held import WEIGHT, Snapshot, Stepped
 from unickpt.training.witness.nonfinite import Cause, NonFinite
+from unickpt.training.witness.recomputing import Recomputed, Selves
 from unickpt.training.witness.record import passed_by_all
 from unickpt.training.witness.schedule import is_checked
-from unickpt.training.witness.settings import BUDDY, NONFINITE, REPLICAS, REST
+from unickpt.training.witness.settings import BUDDY, NONFINITE, REPLICAS, REST, SELF
 from unickpt.training.witness.vote import Verdict, serious
 
 
@@ -34,6 +37,7 @@ class Watched:
         step: steps done.
         snapshot: of the end of a checked step, until the next step begins.
         nonfinite: what was found before the step that runs now.
+        bad_weights: the weights of this rank were not finite either.
         last: last passed step by check.
     """
 
@@ -42,7 +46,8 @@ class Watched:
     finite: Callable[[], bool]
     step: int = 0
     snapshot: Snapshot | None = None
-    nonfinite: NonFinite | str = ""
+    nonfinite: NonFinite | None = None
+    bad_weights: bool = False
     last: dict[str, int] = field(default_factory=dict)
 
 
@@ -55,6 +60,8 @@ class Watching:
         checks: those that see something in this job.
         watched: the optimizers.
         job: all ranks.
+        causes: finds out why values are not finite.
+        selves: compares what the backward pass computes again.
         late: copies are compared when the next step begins, because weights are complete only then.
         off: why nothing is watched any more, or ''.
         said: what is told once, such as copies that differ.
@@ -69,6 +76,8 @@ class Watching:
     job: Ranks
     counters: Sequence[Counters] = ()
     buddies: Buddies | None = None
+    causes: Causes | None = None
+    selves: Selves | None = None
     late: bool = False
     off: str = ""
     verdicts: list[Verdict | NonFinite] = field(default_factory=list)
@@ -91,12 +100,16 @@ class Watching:
             each.close()
         if self.buddies is not None:
             self.buddies.tap.close()
+        if self.causes is not None:
+            self.causes.close()
+        if self.selves is not None:
+            self.selves.recomputed.close()
 
     def passed(self) -> tuple[int, tuple[str, ...]]:
         """Return the last step that passed, and the checks. After a verdict about wrong numbers nothing passes any more."""
         of_optimizers = {number: each.last for number, each in enumerate(self.watched)}
-        left_out = {NONFINITE} if self.buddies is None or not self.buddies.off else {NONFINITE, BUDDY}
-        return passed_by_all(of_optimizers, self.checks - left_out)
+        ended = {name for name, each in ((BUDDY, self.buddies), (SELF, self.selves)) if each is not None and each.off}
+        return passed_by_all(of_optimizers, self.checks - ended - {NONFINITE})
 
     def forget(self) -> None:
         """The program is about to write to what was seen after the last step."""
@@ -135,10 +148,28 @@ class Watching:
                 each.close()
             self.counters = ()
 
+    @contextmanager
+    def _pausing(self) -> Iterator[None]:
+        """Let nothing count what is repeated."""
+        some: list[Counters | Recomputed] = [*self.counters]
+        some += [] if self.selves is None else [self.selves.recomputed]
+        for each in some:
+            each.paused = True
+        try:
+            yield
+        finally:
+            for each in some:
+                each.paused = False
+
     def _before(self, watched: Watched) -> None:
+        watched.nonfinite = None
         self._alone(partial(self._count, watched))
+        if self.causes is not None:
+            self._decide(self.causes, watched)
         if self.buddies is not None and not self.buddies.off and is_checked(watched.step + 1, self.every):
             self._ask(self.buddies, watched)
+        if self.selves is not None and not self.selves.off and is_checked(self.watched[0].step + 1, self.every):
+            self._compare_selves(self.selves, watched)
         snapshot, watched.snapshot = watched.snapshot, None
         if snapshot is None:
             return
@@ -149,6 +180,8 @@ class Watching:
 
     def _after(self, watched: Watched, *, applied: bool) -> None:
         self._alone(partial(self._tell_nonfinite, watched, applied=applied))
+        if self.causes is not None:
+            self.causes.ended(watched.step + 1, applied=applied, every=self.every)
         watched.step += 1
         self._arm()
         if not is_checked(watched.step, self.every) or not {REST, REPLICAS} & self.checks:
@@ -189,44 +222,66 @@ class Watching:
         return list(dict.fromkeys(each for of_rank in self.job.gather_objects(list(own)) for each in of_rank))
 
     def _arm(self) -> None:
-        if self.buddies is not None and not self.buddies.off and is_checked(self.watched[0].step + 1, self.every):
+        if not is_checked(self.watched[0].step + 1, self.every):
+            return
+        if self.buddies is not None and not self.buddies.off:
             self.buddies.tap.arm()
+        if self.selves is not None and not self.selves.off:
+            self.selves.recomputed.arm()
+
+    def _compare_selves(self, selves: Selves, watched: Watched) -> None:
+        """Compare what was computed twice, when the first optimizer steps. What passes, passes for all."""
+        step = watched.step + 1
+        verdicts = selves.check(step) if watched is self.watched[0] else None
+        if verdicts is not None and (verdicts or not selves.off):
+            for each in self.watched[1:] if not verdicts and not self.wrong else ():
+                each.last[SELF] = step
+            self._told(watched, SELF, step, verdicts)
 
     def _ask(self, buddies: Buddies, watched: Watched) -> None:
         step = watched.step + 1
-        for each in self.counters:
-            each.paused = True
-        try:
+        with self._pausing():
             verdicts = buddies.check(step, step // self.every)
-        finally:
-            for each in self.counters:
-                each.paused = False
         if verdicts or not buddies.off:
             self._told(watched, BUDDY, step, verdicts)
 
     def _count(self, watched: Watched) -> None:
-        watched.nonfinite = ""
         place = next(filter(None, (each.found(watched.finite) for each in self.counters)), None)
         if place is None:
             return
         weights = (tensor for each in watched.held() for key, tensor in each.read() if key == WEIGHT)
-        watched.nonfinite = "weights"
-        if all_finite(weights):
-            watched.nonfinite = NonFinite(place, watched.step + 1, self.job.rank, self.job.host, Cause.UNDECIDED)
+        watched.bad_weights = not all_finite(weights)
+        watched.nonfinite = NonFinite(place, watched.step + 1, self.job.rank, self.job.host)
+
+    def _decide(self, causes: Causes, watched: Watched) -> None:
+        found = watched.nonfinite
+        with self._pausing():
+            cause = causes.cause_of(
+                None if found is None else found.place, watched.step + 1, weights=found is not None and watched.bad_weights
+            )
+        if found is not None:
+            watched.nonfinite = replace(found, cause=cause)
 
     def _tell_nonfinite(self, watched: Watched, *, applied: bool) -> None:
-        found, watched.nonfinite = watched.nonfinite, ""
-        if isinstance(found, NonFinite) and applied:
-            self.verdicts.append(found)
-            if self._is_news((found.place.layer, found.place.backward)):
-                logger.error("unickpt: witness: %s", words.nonfinite(found))
-        elif found == "weights" and applied and self._is_news("weights"):
-            logger.warning(
-                "unickpt: witness: step %d: rank %d has weights that were not finite before; look for an earlier NONFINITE",
-                watched.step + 1, self.job.rank,
-            )  # fmt: skip
+        found, watched.nonfinite = watched.nonfinite, None
+        if found is not None and applied:
+            if watched.bad_weights and found.cause is not Cause.HARDWARE:
+                if self._is_news("weights"):
+                    logger.warning(
+                        "unickpt: witness: step %d: rank %d has weights that were not finite before; look for an earlier "
+                        "NONFINITE", found.step, found.rank,
+                    )  # fmt: skip
+            else:
+                self._told_nonfinite(found)
         for each in self.counters:
             each.clear()
+
+    def _told_nonfinite(self, found: NonFinite) -> None:
+        if self._is_news((found.place.layer, found.place.backward, found.cause)):
+            if self.causes is not None and found.cause is Cause.DATA_OR_MODEL:
+                found = replace(found, batch=self.causes.written(found))
+            logger.error("unickpt: witness: %s. Next: %s", words.nonfinite(found), words.next_nonfinite(found))
+        self.verdicts.append(found)
 
     def _told(self, watched: Watched, check: str, step: int, verdicts: Sequence[Verdict]) -> None:
         if not verdicts and not self.wrong:

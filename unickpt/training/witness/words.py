@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unickpt.training.witness.nonfinite import NonFinite
+from unickpt.training.witness.nonfinite import Cause, NonFinite
 from unickpt.training.witness.vote import Kind, Subject, Verdict
 
 _DIFFERS = {
@@ -11,6 +11,7 @@ _DIFFERS = {
     Kind.SDC_AT_REST: "found {what} changed between two steps of the optimizer, and {n} other ranks did not",
     Kind.SDC_UPDATE: "computed the step of {what} otherwise than {n} other ranks",
 }
+_TWICE = "computed {what} otherwise in the backward pass than in the forward pass"
 _NO_MAJORITY = {
     Kind.SDC_COMPUTE: "compute {what} differently",
     Kind.SDC_REPLICA: "hold different values of {what}",
@@ -38,9 +39,10 @@ def text(verdict: Verdict) -> str:
     if verdict.kind is Kind.NONDETERMINISTIC:
         return f"{begin} {'finds' if one else 'find'} another value of {subject.what} each time"
     if verdict.kind is Kind.NO_MAJORITY:
-        said = _NO_MAJORITY[verdict.check].format(what=subject.what)
+        said = (_TWICE if subject.twice else _NO_MAJORITY[verdict.check]).format(what=subject.what)
         return f"{begin} {said}; too few others agree to say who is wrong"
-    said = _DIFFERS[verdict.kind].format(what=subject.what, n=verdict.agreeing_ranks)
+    differs = f"{_TWICE}, and {{n}} other ranks did not" if subject.twice else _DIFFERS[verdict.kind]
+    said = differs.format(what=subject.what, n=verdict.agreeing_ranks)
     return f"{begin} {said}" if one else f"{begin} each {said}"
 
 
@@ -50,7 +52,7 @@ def next_steps(verdict: Verdict) -> str:
         return "the check cannot judge this: an operator may be not repeatable. If it is one rank of many, test its host"
     if verdict.kind is Kind.NO_MAJORITY and verdict.check is Kind.SDC_AT_REST:
         return "if the program writes to the data of tensors between two steps, leave out the check rest; otherwise " + _GO_BACK
-    if verdict.kind is Kind.NO_MAJORITY:
+    if verdict.kind is Kind.NO_MAJORITY and not verdict.subject.twice:
         return _GO_BACK
     return f"test the memory and the GPU of {', '.join(dict.fromkeys(verdict.hosts))}; " + _GO_BACK
 
@@ -64,7 +66,24 @@ def nonfinite(found: NonFinite) -> str:
     where = f"layer {place.layer}" if place.layer else "the whole model"
     if place.backward:
         where = f"the gradient of {where}" if place.layer else "the gradient of the loss"
+    batch = f"; the micro-batch is in {found.batch}" if found.batch else ""
     return (
         f"NONFINITE step {found.step}, micro-batch {place.micro_batch}: rank {found.rank} (on {found.host}): first in {where}: "
-        f"{place.count} values ({found.cause.value})"
+        f"{place.count} values ({_WHY[found.cause]}){batch}"
     )
+
+
+_WHY = {
+    Cause.DATA_OR_MODEL: "DATA_OR_MODEL: other ranks find the same there",
+    Cause.HARDWARE: "HARDWARE: a repetition finds finite values",
+    Cause.UNDECIDED: "UNDECIDED",
+}
+
+
+def next_nonfinite(found: NonFinite) -> str:
+    """Return what to do about values that are not finite."""
+    if found.cause is Cause.HARDWARE:
+        return f"test the memory and the GPU of {found.host}"
+    if found.cause is Cause.DATA_OR_MODEL:
+        return "look at the input of the micro-batch, and at what the layer computes"
+    return "look at the input and the loss of the micro-batch; nobody could repeat it, so it may also be the hardware"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unickpt.training.witness.nonfinite import Cause, Counted, NonFinite, Place, Repeat, cause, first_place
-from unickpt.training.witness.words import nonfinite
+from unickpt.training.witness.words import next_nonfinite, nonfinite
 
 
 def test_the_forward_pass_of_an_earlier_micro_batch_is_first() -> None:
@@ -26,25 +26,42 @@ def test_a_layer_that_is_never_finite_does_not_count() -> None:
     assert first_place([Counted({"mask": 7}, {"mask": 1})], usual={"mask"}) == Place("mask", True, 0, 1)
 
 
+SAME, OTHER = "mlp", "head"
+
+
 @pytest.mark.parametrize(
     ("repeats", "expected"),
     [
-        ([], Cause.UNDECIDED),
-        ([Repeat("b", "mlp")], Cause.UNDECIDED),
-        ([Repeat("b", "mlp"), Repeat("b", "mlp")], Cause.UNDECIDED),
-        ([Repeat("b", "mlp"), Repeat("a", "mlp")], Cause.UNDECIDED),  # a is the host itself
-        ([Repeat("b", "mlp"), Repeat("c", "mlp")], Cause.DATA_OR_MODEL),
-        ([Repeat("b", None), Repeat("c", None)], Cause.HARDWARE),
-        ([Repeat("b", None), Repeat("c", "mlp")], Cause.UNDECIDED),
-        ([Repeat("b", "head"), Repeat("c", "head")], Cause.UNDECIDED),  # something else is wrong there
+        ({}, Cause.UNDECIDED),
+        ({"b1": SAME}, Cause.UNDECIDED),
+        ({"b1": None}, Cause.UNDECIDED),
+        ({"b1": SAME, "b2": SAME}, Cause.DATA_OR_MODEL),
+        ({"b1": SAME, "a1": SAME}, Cause.UNDECIDED),  # a is the host itself
+        ({"b1": SAME, "a1": None}, Cause.UNDECIDED),
+        ({"a1": SAME, "a2": SAME}, Cause.DATA_OR_MODEL),  # nobody is on another host
+        ({"a1": None, "a2": None}, Cause.HARDWARE),
+        ({"b1": SAME, "c1": SAME}, Cause.DATA_OR_MODEL),
+        ({"b1": None, "c1": None}, Cause.HARDWARE),
+        ({"b1": None, "c1": SAME}, Cause.UNDECIDED),
+        ({"b1": OTHER, "c1": OTHER}, Cause.UNDECIDED),  # something else is wrong there
+        ({"b1": SAME, "a0": SAME}, Cause.DATA_OR_MODEL),  # one other rank, and the rank itself once more
+        ({"b1": None, "a0": SAME}, Cause.UNDECIDED),
+        ({"b1": None, "a0": None}, Cause.HARDWARE),
+        ({"b1": SAME, "a0": None}, Cause.UNDECIDED),
+        ({"a0": None}, Cause.HARDWARE),
+        ({"a0": SAME}, Cause.UNDECIDED),
     ],
 )
-def test_two_other_hosts_decide(repeats: list[Repeat], expected: Cause) -> None:
-    assert cause("a", "mlp", repeats) is expected
+def test_two_others_decide(repeats: dict[str, str | None], expected: Cause) -> None:
+    found = [Repeat(ord(who[0]) * 10 + int(who[1]), who[0], first) for who, first in repeats.items()]
+    assert cause(Repeat(970, "a", SAME), found) is expected
 
 
 def test_texts() -> None:
-    said = nonfinite(NonFinite(Place("mlp", False, 1, 3), 7, 2, "a", Cause.UNDECIDED))
+    said = nonfinite(NonFinite(Place("mlp", False, 1, 3), 7, 2, "a"))
     assert said == "NONFINITE step 7, micro-batch 1: rank 2 (on a): first in layer mlp: 3 values (UNDECIDED)"
-    loss = NonFinite(Place("", True, 0, 1), 7, 2, "a", Cause.UNDECIDED)
+    loss = NonFinite(Place("", True, 0, 1), 7, 2, "a")
     assert "first in the gradient of the loss" in nonfinite(loss)
+    data = NonFinite(Place("mlp", False, 1, 3), 7, 2, "a", Cause.DATA_OR_MODEL, "/out/x.pt")
+    assert nonfinite(data).endswith("(DATA_OR_MODEL: other ranks find the same there); the micro-batch is in /out/x.pt")
+    assert "test the memory and the GPU of a" in next_nonfinite(NonFinite(data.place, 7, 2, "a", Cause.HARDWARE))

@@ -1,0 +1,208 @@
+"""The check ``self``: the first layer that the backward pass computes otherwise is named, and nothing that is meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from unickpt.base.errors import ConfigError
+from unickpt.training.witness.agreeing import Ranks
+from unickpt.training.witness.recomputing import Differs, Recomputed, Selves
+from unickpt.training.witness.vote import Ballot, Kind, Subject, Verdict, differing_from_itself
+from unickpt.training.witness.words import next_steps, text
+
+JOB = Ranks(None, torch.device("cpu"), 0, (0,), ("a",))
+Fault = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6)
+        self.drop, self.broken, self.down = torch.nn.Dropout(0.5), Broken(), torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.broken(self.drop(self.norm(self.up(x)))))
+
+
+class Broken(torch.nn.Module):
+    fault: Fault | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) if self.fault is None else self.fault(torch.tanh(x))
+
+
+class Model(torch.nn.Module):
+    def __init__(self, *, reentrant: bool = False, keep_random: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.head = torch.nn.ModuleList([Block(), Block()]), torch.nn.Linear(6, 2)
+        self.settings = {"use_reentrant": reentrant, "preserve_rng_state": keep_random}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, **self.settings)
+        found: torch.Tensor = self.head(x)
+        return found
+
+
+def loss_of(model: Model) -> torch.Tensor:
+    return model(torch.randn(5, 6, requires_grad=True)).square().mean()
+
+
+def flipped(x: torch.Tensor) -> torch.Tensor:
+    other = x.detach().clone()
+    other.view(torch.int32).view(-1)[3] ^= 1 << 20
+    return x + (other - x).detach()
+
+
+def in_call(number: int, fault: Fault) -> Fault:
+    calls = [0]
+
+    def passed(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return fault(x) if calls[0] == number else x
+
+    return passed
+
+
+@pytest.fixture
+def made() -> Iterator[list[Recomputed]]:
+    found: list[Recomputed] = []
+    yield found
+    for each in found:
+        each.close()
+
+
+def recomputed(model: Model, made: list[Recomputed]) -> Recomputed:
+    made.append(Recomputed([model]))
+    return made[-1]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_is_equal_and_leaves_no_trace(made: list[Recomputed], reentrant: bool) -> None:
+    ends = []
+    for watched in (False, True):
+        model = Model(reentrant=reentrant)
+        own = recomputed(model, made) if watched else None
+        torch.manual_seed(1)
+        for _ in range(3):
+            if own is not None:
+                own.arm()
+            loss_of(model).backward()
+            loss_of(model).backward()
+            if own is not None:
+                compared, differs = own.take()
+                assert differs is None
+                assert compared == (12 if reentrant else 8)  # otherwise it ends before the last layer
+        ends.append([*model.state_dict().values(), *(each.grad for each in model.parameters()), torch.get_rng_state()])
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("number", [1, 2])  # the forward pass, and when it is computed again
+def test_a_wrong_activation_is_named(made: list[Recomputed], reentrant: bool, number: int) -> None:
+    model = Model(reentrant=reentrant)
+    own = recomputed(model, made)
+    model.blocks[1].broken.fault = in_call(number, flipped)
+    own.arm()
+    torch.manual_seed(1)
+    loss_of(model).backward()
+    assert own.take()[1] == Differs("blocks.1.broken", True)
+
+
+def test_a_wrong_input_that_was_stored_is_named_by_the_first_layer(made: list[Recomputed]) -> None:
+    model, kept = Model(), []
+    own = recomputed(model, made)
+    model.blocks[1].register_forward_pre_hook(lambda _module, args: kept.append(args[0]))
+    own.arm()
+    loss = loss_of(model)
+    kept[0].data.view(torch.int32).view(-1)[0] ^= 1 << 22
+    loss.backward()
+    assert own.take()[1] == Differs("blocks.1.up", True)
+
+
+def test_several_micro_batches_in_one_backward_pass_and_evaluations_are_not_compared(made: list[Recomputed]) -> None:
+    model = Model()
+    own = recomputed(model, made)
+    own.arm()
+    (loss_of(model) + loss_of(model)).backward()
+    assert own.take() == (0, None)
+    own.arm()
+    with torch.no_grad():
+        model.eval()(torch.ones(2, 6))
+    model.train()
+    loss_of(model).backward()
+    assert own.take()[0] > 0
+
+
+def test_another_random_state_ends_the_check(made: list[Recomputed], caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(keep_random=False)
+    selves = Selves(recomputed(model, made), JOB)
+    selves.recomputed.arm()
+    loss_of(model).backward()
+    assert selves.check(1) == []
+    assert "the check self ends: the backward pass computes blocks.1.drop otherwise than the forward pass" in caplog.text
+
+
+def test_an_operator_that_is_not_repeatable_ends_the_check(made: list[Recomputed]) -> None:
+    model, noise = Model(), torch.Generator().manual_seed(1)
+    selves = Selves(recomputed(model, made), JOB)
+    selves.recomputed.arm()
+    loss_of(model).backward()
+    assert selves.check(1) == []
+    model.blocks[0].broken.fault = lambda x: x + torch.rand(x.shape, generator=noise) * 1e-3
+    selves.recomputed.arm()
+    loss_of(model).backward()
+    (found,) = selves.check(2) or []
+    assert (found.kind, found.subject.what) == (Kind.NONDETERMINISTIC, "blocks.0.broken")
+    assert selves.off
+
+
+def test_one_process_names_itself_after_a_check_that_passed(made: list[Recomputed]) -> None:
+    model = Model()
+    selves = Selves(recomputed(model, made), JOB)
+    for step in (1, 2):
+        model.blocks[0].broken.fault = in_call(1, flipped) if step == 2 else None
+        selves.recomputed.arm()
+        loss_of(model).backward()
+        found = selves.check(step)
+    assert found == [Verdict(Kind.NO_MAJORITY, Kind.SDC_COMPUTE, Subject("blocks.0.broken", 2, 0, twice=True), (0,), ("a",))]
+    assert text(found[0]) == (
+        "NO_MAJORITY step 2, micro-batch 0: rank 0 (on a) computed blocks.0.broken otherwise in the backward pass than in the "
+        "forward pass; too few others agree to say who is wrong"
+    )
+    assert "test the memory and the GPU of a" in next_steps(found[0])
+
+
+def test_a_model_that_computes_nothing_twice_has_no_check(made: list[Recomputed], caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 2))
+    made.append(Recomputed([model]))
+    selves = Selves(made[0], JOB)
+    made[0].arm()
+    model(torch.ones(2, 6)).sum().backward()
+    assert selves.check(1) is None
+    assert "the check self ends: the backward pass computes no layer again" in caplog.text
+    with pytest.raises(ConfigError, match='"self" sees no layers of a compiled model'):
+        Recomputed([torch.compile(model)])  # type: ignore[list-item]
+
+
+def test_other_ranks_make_it_a_verdict_and_blame_no_host() -> None:
+    ballots = [Ballot(rank, "abcd"[rank], ()) for rank in range(4)]
+    found = differing_from_itself(Subject("mlp", 3, 0, twice=True), ballots, [2])
+    assert (found.kind, found.ranks, found.hosts, found.blamed) == (Kind.SDC_COMPUTE, (2,), ("c",), ())
+    assert text(found).endswith(
+        "rank 2 (on c) computed mlp otherwise in the backward pass than in the forward pass, and 3 other ranks did not"
+    )
+
+
+def test_a_layer_that_is_called_several_times_is_not_compared(made: list[Recomputed]) -> None:
+    model = Model()
+    model.blocks[1] = model.blocks[0]  # which the backward pass computes in the other order
+    own = recomputed(model, made)
+    own.arm()
+    loss_of(model).backward()
+    assert own.take() == (0, None)

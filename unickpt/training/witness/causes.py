@@ -1,0 +1,122 @@
+"""Why values are not finite: other ranks repeat the micro-batch before the step uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unickpt.base.private_files import replacing
+from unickpt.training.witness.agreeing import Ranks
+from unickpt.training.witness.counting import Counters, all_finite
+from unickpt.training.witness.nonfinite import Cause, NonFinite, Place, Repeat, cause
+from unickpt.training.witness.recalling import Recalled
+from unickpt.training.witness.schedule import Layout, buddies, seconds
+
+_NONE, _FOUND, _WEIGHTS = range(3)  # what a rank asks: nothing, why its values are not finite, and with such weights
+MOST_FILES = 8  # with micro-batches, of a rank
+
+
+class Causes:
+    """Finds out why values are not finite. Its methods that exchange something are called on every rank, in every step.
+
+    Args:
+        recalled: micro-batches of this rank.
+        counters: of this rank.
+        ranks: replicas of one another.
+        folders: where the micro-batches may be written, the best first.
+    """
+
+    def __init__(self, recalled: Recalled, counters: Counters, ranks: Ranks, folders: Callable[[], list[str]]) -> None:
+        self.recalled, self._counters, self._ranks, self._folders = recalled, counters, ranks, folders
+        self._own = ranks.ranks.index(ranks.rank)
+        self._layout = Layout(tuple((row,) for row in range(len(ranks.ranks))), ranks.hosts)
+        self._asked = False
+        self._not_before = 0
+        self._files = 0
+
+    def close(self) -> None:
+        """Keep no more micro-batches."""
+        self.recalled.close()
+        self.recalled.tap.close()
+
+    def cause_of(self, place: Place | None, step: int, *, weights: bool) -> Cause:
+        """Return why values are not finite on this rank. All ranks repeat something, so that those that meet do not wait.
+
+        Args:
+            place: where; None if all are.
+            step: that begins now.
+            weights: of this rank are not finite, as well.
+        """
+        asks = _NONE if place is None else _WEIGHTS if weights else _FOUND
+        every = self._ranks.gather(torch.tensor([asks]))[:, 0]
+        self._asked = bool(every.any())
+        if not self._asked or bool((every == _WEIGHTS).all()) or step < self._not_before:
+            return Cause.UNDECIDED
+        number = 0 if place is None else place.micro_batch
+        data, kept = self.recalled.data(number), self.recalled.kept(number)
+        can = self._ranks.gather(torch.tensor([len(data), kept is not None and bool(kept.of_output) and not kept.large]))
+        if not bool(can[:, 0].all()):
+            return Cause.UNDECIDED
+        backward = bool(can[:, 1].all())
+        found: list[Repeat] = []
+        first, second = buddies(self._layout, step), seconds(self._layout, step)
+        for by in (first, second, {} if second else {row: row for row in range(len(self._ranks.ranks))}):
+            if by:
+                found.append(self._by(by, data, backward))
+        if place is None or (place.backward and not (backward and place.layer)):  # that of the loss comes from outside
+            return Cause.UNDECIDED
+        return cause(Repeat(self._ranks.rank, self._ranks.host, self._counters.number(place)), found)
+
+    def ended(self, step: int, *, applied: bool, every: int) -> None:
+        """A step has ended. If a loss scaler has left it out, nothing is asked for the next ``every`` steps. Never raises."""
+        if self._asked and not applied:
+            self._not_before = step + every
+        self.recalled.clear()
+
+    def _by(self, by: dict[int, int], data: bytes, backward: bool) -> Repeat:
+        """Send the micro-batch to the rank that repeats it. Return what it finds."""
+        if by[self._own] != self._own:
+            source = next(row for row, other in by.items() if other == self._own)
+            data = self._ranks.pass_on(data, to=by[self._own], source=source)
+        results = self._ranks.gather(torch.tensor([self._repeated(data, backward)]))[:, 0].tolist()
+        row = by[self._own]
+        return Repeat(self._ranks.ranks[row], self._ranks.hosts[row], results[row] or None)
+
+    def _repeated(self, data: bytes, backward: bool) -> int:
+        """Return the number of the place with the first values that are not finite: 0 for none, -1 if nobody knows."""
+        tap = self.recalled.tap
+        try:
+            begun, of_output = tap.loaded(data)
+            given = {at: each.nan_to_num(1, 1, -1) for at, each in of_output.items() if backward}
+            return self._counters.repeated(partial(self._is_finite, begun, given))
+        except Exception:  # of a model that cannot be repeated
+            return -1
+
+    def _is_finite(self, begun: Any, of_output: dict[int, torch.Tensor], seen: Callable[[Any], None]) -> bool:
+        output, gradients = self.recalled.tap.play(begun, of_output, seen)
+        return all_finite(output) and all_finite(gradients)
+
+    def written(self, found: NonFinite) -> str:
+        """Write the micro-batch into a file, and return its path; '' if there is no folder for it. Never raises."""
+        kept = self.recalled.kept(found.place.micro_batch)
+        if kept is None or kept.begun is None or self._files >= MOST_FILES:
+            return ""
+        self._files += 1
+        args, kwargs, random, buffers, _ = kept.begun
+        content = {
+            "step": found.step, "micro_batch": found.place.micro_batch, "rank": found.rank, "layer": found.place.layer,
+            "args": args, "kwargs": kwargs, "random": random, "buffers": buffers,
+        }  # fmt: skip
+        for folder in self._folders():
+            path = Path(folder) / f"nonfinite-step{found.step}-rank{found.rank}-micro-batch{found.place.micro_batch}.pt"
+            try:
+                with replacing(path) as file:
+                    torch.save(content, file)
+            except Exception:  # no permission, or an object that cannot be pickled
+                continue
+            return str(path)
+        return ""

@@ -1,0 +1,254 @@
+"""The check ``self``: layers that the backward pass computes again must have the outputs of the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from unickpt.base.listing import some
+from unickpt.base.logs import logger
+from unickpt.base.module_hooks import ModuleHook
+from unickpt.training.witness.agreeing import Ranks
+from unickpt.training.witness.counting import require_layers
+from unickpt.training.witness.hashes import hashes
+from unickpt.training.witness.held import local
+from unickpt.training.witness.repeating import floats
+from unickpt.training.witness.vote import Ballot, Kind, Subject, Verdict, differing_from_itself, vote
+
+REPEATS = 3
+MICRO_BATCH = 0  # of a checked step
+_NOTHING = "the backward pass computes no layer again whose first output was seen"
+
+
+@dataclass(frozen=True, slots=True)
+class Differs:
+    """A layer that was computed otherwise the second time.
+
+    Attributes:
+        layer: name of the first one.
+        steady: it gives one output if it is computed some times more.
+    """
+
+    layer: str
+    steady: bool
+
+
+@dataclass
+class _Recording:
+    """What is known of a micro-batch.
+
+    Attributes:
+        first: hashes of the outputs of the forward pass, by layer.
+        several: layers that the forward pass calls more than once.
+        random: states of the random generators before the backward pass computes a layer, by layer.
+        compared: layers that were computed twice.
+        differs: the first one whose outputs differ.
+        closed: another micro-batch has begun, so nobody knows which one the backward pass computes.
+    """
+
+    first: dict[str, torch.Tensor] = field(default_factory=dict)
+    several: set[str] = field(default_factory=set)
+    random: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    compared: set[str] = field(default_factory=set)
+    differs: Differs | None = None
+    closed: bool = False
+
+
+class Recomputed:
+    """Compares the layers of one micro-batch that are computed twice: activation checkpointing of any kind.
+
+    Attributes:
+        paused: what is computed now is no training.
+
+    Args:
+        models: the chunks of the model on this rank, without wrappers.
+        plain: returns the name of a layer as messages have it.
+
+    Raises:
+        ConfigError: one is compiled, so its layers call no hooks.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module], *, plain: Callable[[str], str] = str) -> None:
+        self.paused = False
+        self._armed = False
+        self._recording: _Recording | None = None
+        self._known: set[str] | None = None  # layers that are computed twice; None: not known yet
+        self._hooks = []
+        for number, model in enumerate(models):
+            require_layers(model, "self")
+            self._hooks.append(model.register_forward_pre_hook(ModuleHook(partial(self._begins, model))))
+            for name, module in model.named_modules():
+                if module is not model:
+                    called = f"chunk {number}: {plain(name)}" if len(models) > 1 else plain(name)
+                    before, after = (
+                        ModuleHook(partial(self._before, called)),
+                        ModuleHook(partial(self._computed, model, called)),
+                    )
+                    self._hooks.append(module.register_forward_pre_hook(before))
+                    self._hooks.append(module.register_forward_hook(after, with_kwargs=True))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._recording = None
+        for hook in self._hooks:
+            hook.remove()
+
+    def arm(self) -> None:
+        """Record the next micro-batch."""
+        self._armed, self._recording = True, None
+
+    def take(self) -> tuple[int, Differs | None]:
+        """Return how many layers were computed twice, and what differs."""
+        recording, self._recording, self._armed = self._recording, None, False
+        if recording is None:
+            return 0, None
+        if recording.compared:
+            self._known = (self._known or set()) | recording.compared
+        return len(recording.compared), recording.differs
+
+    def _begins(self, model: torch.nn.Module, _module: torch.nn.Module, _args: Any) -> None:
+        if self.paused or not model.training or not torch.is_grad_enabled() or _in_backward():
+            return
+        if self._recording is not None:
+            self._recording.closed = True
+        if self._armed:
+            self._armed, self._recording = False, _Recording()
+
+    def _open(self) -> _Recording | None:
+        recording = self._recording
+        return None if self.paused or recording is None or recording.closed or recording.differs is not None else recording
+
+    def _before(self, layer: str, module: torch.nn.Module, _args: Any) -> None:
+        recording = self._open()
+        if recording is not None and layer in recording.first and _in_backward():
+            recording.random[layer] = _random(module)
+
+    def _computed(
+        self, model: torch.nn.Module, layer: str, module: torch.nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        recording = self._open()
+        if recording is None or not model.training or (self._known is not None and layer not in self._known):
+            return
+        if not _in_backward():
+            if layer in recording.first:
+                recording.several.add(layer)
+            else:
+                recording.first[layer] = _hashes(output)
+            return
+        if layer not in recording.random or layer in recording.several or layer in recording.compared:
+            return
+        recording.compared.add(layer)
+        own = _hashes(output)
+        if not torch.equal(recording.first[layer], own):
+            again = self._again(module, args, kwargs, recording.random[layer])
+            recording.differs = Differs(layer, all(torch.equal(each, again[0]) for each in again))
+
+    def _again(self, module: torch.nn.Module, args: Any, kwargs: Any, random: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Compute a layer some times more, without a trace. Return hashes of its output; none if it cannot be computed now."""
+        now, buffers, found = _random(module), [each.detach().clone() for each in module.buffers()], []
+        self.paused = True
+        try:
+            with torch.no_grad():
+                for _ in range(REPEATS):
+                    _set_random(module, random)
+                    found.append(_hashes(module.forward(*args, **kwargs)))
+        except Exception:  # such as of a layer whose parameters are sharded again
+            return []
+        finally:
+            self.paused = False
+            _set_random(module, now)
+            with torch.no_grad():
+                for own, value in zip(module.buffers(), buffers, strict=True):
+                    own.copy_(value)
+        return found
+
+
+class Selves:
+    """The check in one job. ``check`` exchanges something, and is called on every rank.
+
+    Attributes:
+        off: why nothing is compared any more, or ''.
+
+    Args:
+        recomputed: of this rank.
+        ranks: all of the job.
+    """
+
+    def __init__(self, recomputed: Recomputed, ranks: Ranks) -> None:
+        self.recomputed, self.off = recomputed, ""
+        self._ranks = ranks
+        self._gated = False
+
+    def check(self, step: int) -> list[Verdict] | None:
+        """Return the verdicts about layers that were computed twice; None if there is no such layer.
+
+        Args:
+            step: that begins now.
+        """
+        compared, differs = self.recomputed.take()
+        own = [compared, differs is not None, differs is not None and not differs.steady]
+        every = self._ranks.gather(torch.tensor(own).long())
+        voters = [at for at, each in enumerate(every[:, 0].tolist()) if each]
+        if not voters:
+            if not self._gated:
+                self._stop(_NOTHING)
+            return None
+        wrong = every[:, 1].nonzero().view(-1).tolist()
+        gated, self._gated = self._gated, True
+        if not wrong:
+            return []
+        layers = self._ranks.gather_objects("" if differs is None else differs.layer)
+        named = some(sorted({layers[at] for at in wrong}), most=3)
+        if bool(every[:, 2].any()):
+            self._stop("an operator of the model has another result each time")
+            ballots = [Ballot(self._ranks.ranks[at], self._ranks.hosts[at], (0, int(every[at, 2]))) for at in voters]
+            found = vote(Kind.SDC_COMPUTE, Subject(named, step, MICRO_BATCH, twice=True), ballots)
+            return [] if found is None else [found]
+        if 2 * len(wrong) >= len(voters) and (len(wrong) > 1 or not gated):
+            self._stop(f"the backward pass computes {named} otherwise than the forward pass, as with another random state")
+            return []
+        return self._verdicts(step, voters, {at: layers[at] for at in wrong})
+
+    def _verdicts(self, step: int, voters: Sequence[int], layers: dict[int, str]) -> list[Verdict]:
+        ballots = [Ballot(self._ranks.ranks[at], self._ranks.hosts[at], ()) for at in voters]
+        found = []
+        for layer in sorted(set(layers.values())):
+            ranks = [self._ranks.ranks[at] for at, each in layers.items() if each == layer]
+            subject = Subject(layer, step, MICRO_BATCH, twice=True)
+            found.append(differing_from_itself(subject, ballots, ranks))
+        return found
+
+    def _stop(self, why: str) -> None:
+        self.off = why
+        if self._ranks.leads:
+            logger.warning("unickpt: witness: the check self ends: %s", why)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() >= 0
+
+
+def _hashes(output: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return hashes([local(each) for each in floats(output)])
+
+
+def _random(module: torch.nn.Module) -> list[torch.Tensor]:
+    device = _device(module)
+    found = [torch.get_rng_state()]
+    return [*found, torch.cuda.get_rng_state(device)] if device.type == "cuda" else found
+
+
+def _set_random(module: torch.nn.Module, random: list[torch.Tensor]) -> None:
+    torch.set_rng_state(random[0])
+    if len(random) > 1:
+        torch.cuda.set_rng_state(random[1], _device(module))
+
+
+def _device(module: torch.nn.Module) -> torch.device:
+    found = next(iter(module.parameters()), None)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu") if found is None else found.device
