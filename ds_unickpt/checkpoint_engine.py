@@ -6,7 +6,7 @@ import abc
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
@@ -25,6 +25,9 @@ from unickpt.checkpoint.memory.tier import MemoryTier
 from unickpt.checkpoint.save.requests import SaveResult, save_options
 from unickpt.checkpoint.save.saver import Saver
 from unickpt.diagnosis import session
+
+if TYPE_CHECKING:
+    from unickpt.api.acting import Recorded
 
 
 @dataclass
@@ -63,6 +66,7 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         choosing: choice of a compression by the job itself; None if the options name it.
         owners, owner: models of this process, and the model of this engine among them.
         beginning: small parts of the first state of the engine.
+        recorded: what checkpoints say of the witness; None without one.
         features: ends what the engine began with, the last feature first.
     """
 
@@ -81,6 +85,7 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.trainer: TrainerSave | None = None
         self.choosing, self._compressed = choosing, compressed
         self.beginning = Beginning()
+        self.recorded: Recorded | None = None
         self.features = contextlib.ExitStack()
         self.unsupported = ""
         self.warned: set[str] = set()

@@ -99,6 +99,8 @@ def _begin_checkpoints(new: NewEngine) -> None:
         engine.checkpoint_engine, options, exchange, runtime.owners, f"an engine of {type(engine.module).__name__}",
         compressed=new.compressed, choosing=new.choosing,
     )  # fmt: skip
+    own = runtime.witnesses.get(engine)
+    new.ours.recorded = None if own is None else own.recorded
 
 
 def _begin_witness(new: NewEngine) -> None:

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 if TYPE_CHECKING:  # imported when it is used: hooks are also installed in jobs without the ``unickpt`` key
     import torch
 
+    from unickpt.api.acting import Recorded
     from unickpt.checkpoint.coordination.message_exchange import MessageExchange
     from unickpt.checkpoint.coordination.owners import Owners
     from unickpt.checkpoint.memory.tier import MemoryTier
@@ -30,8 +31,10 @@ class Choosing(Protocol):
 
 
 class Witnessing(Protocol):
-    """What hooks tell the witness of an engine (``EngineWitness``)."""
+    """What hooks tell the witness of an engine (``EngineWitness``), and what checkpoints say of it."""
 
+    @property
+    def recorded(self) -> Recorded: ...
     def before(self, engine: Any) -> None: ...
     def after(self, engine: Any) -> None: ...
     def forget(self) -> None: ...

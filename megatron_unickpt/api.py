@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -207,7 +208,17 @@ def resume_or_start(
 
         offers = in_memory.offers(on_disk, lambda: -1)
         with as_megatron_errors():
-            return resume(exchange, offers.next, attempt, lambda _: {"iteration": 0, "extra": {}}, where=where)
+            found = resume(exchange, offers.next, attempt, lambda _: {"iteration": 0, "extra": {}}, where=where)
+        _note_resumed(model, where)
+        return found
+
+
+def _note_resumed(model: Any, folder: str) -> None:
+    """Note the folder of a model's checkpoints for its witness, which begins later."""
+    first = next((each for chunk in _chunks(model).values() for each in chunk.parameters()), None)
+    RUNTIME.resumed = [(known, other) for known, other in RUNTIME.resumed if known() is not None and known() is not first]
+    if first is not None:
+        RUNTIME.resumed.append((ref(first), absolute(folder)))
 
 
 def _load(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from unickpt.base.round_folder import ends_of_job
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # imported when they are used: hooks are also installed in jo
     from megatron_unickpt.held_state.foreign_state import Receiver
     from megatron_unickpt.held_state.kept_description import KnownDescription
     from megatron_unickpt.tracker import Diverted, Trackers
+    from unickpt.api.acting import Recorded
     from unickpt.api.preemption import Preemption
     from unickpt.base.options.job import MemoryOptions
     from unickpt.checkpoint.coordination.owners import Owner, Owners
@@ -71,8 +72,11 @@ class ScriptCall:
 
 
 class Witnessing(Protocol):
-    """What hooks tell the witness of an optimizer (``OptimizerWitness``)."""
+    """What hooks tell the witness of an optimizer (``OptimizerWitness``), and what checkpoints say of it."""
 
+    @property
+    def recorded(self) -> Recorded: ...
+    def watches(self, parameter: Any) -> bool: ...
     def before(self) -> None: ...
     def after(self, result: Any) -> None: ...
 
@@ -83,10 +87,12 @@ class AskedWitness:
 
     Attributes:
         settings: its settings.
+        folders: returns the folders into which the script saves.
         chunks: the model of this rank, as its forward passes show it.
     """
 
     settings: Settings
+    folders: Callable[[], Sequence[str]]
     chunks: list[Any] = field(default_factory=list)
 
 
@@ -102,6 +108,7 @@ class Runtime:
         preemption: what lets all ranks of a script stop together; None before its first iteration has ended.
         witnesses: witness of an optimizer.
         asked_witness: what a training script asks for, until it has begun; None otherwise.
+        resumed: folders from which ``resume_or_start`` has loaded the models of a program, each with one of its parameters.
         boundaries: ends of iterations that it has looked at.
         timeout_s: how long a rank waits for the others, in seconds; None: ``--unickpt-timeout-seconds``. Takes effect before
             the first save or load.
@@ -117,6 +124,7 @@ class Runtime:
         self.preemption: Preemption | None = None
         self.witnesses: WeakKeyDictionary[Any, Witnessing] = WeakKeyDictionary()
         self.asked_witness: AskedWitness | None = None
+        self.resumed: list[tuple[ref[Any], str]] = []
         self.boundaries = 0
         self._known: KnownDescription | None = None
         self._trackers: Trackers | None = None
@@ -150,20 +158,20 @@ class Runtime:
 
     def owner(self, state: Any) -> Owner | None:
         """Return the model of a sharded state dict, known by its first parameter; None without parameters."""
-        import torch
-
-        from megatron_unickpt.held_state import sharded_tensors
-
-        found = sharded_tensors.walk(state, later=False)
-        leaves = (leaf for leaf in found if isinstance(getattr(leaf, "data", None), torch.nn.Parameter))
-        first = min(leaves, key=lambda leaf: str(leaf.key), default=None)
-        if first is None:
+        key, held = _first_parameter(state)
+        if held is None:
             return None
-        owners, held = self.owners, first.data
+        owners = self.owners
         if held not in self._owned:
-            self._owned[held] = owners.add(f"a model with {first.key}")
+            self._owned[held] = owners.add(f"a model with {key}")
         owner: Owner = self._owned[held]
         return owner
+
+    def recorded(self, state: Any) -> Recorded | None:
+        """Return what checkpoints say of the witness of the model of a sharded state dict; None without one."""
+        held = _first_parameter(state)[1] if self.witnesses else None
+        found = (own.recorded for own in self.witnesses.values() if held is not None and own.watches(held))
+        return next(found, None)
 
     def exchange(self) -> MessageExchange:
         """Return the message exchange of the ranks: of the job, or inside ``among`` of a group. A new store gets a new one."""
@@ -307,3 +315,15 @@ class Runtime:
         news = text not in self._said
         self._said.add(text)
         return news
+
+
+def _first_parameter(state: Any) -> tuple[str, Any]:
+    """Return the parameter of a sharded state dict whose key comes first, and this key; None without one."""
+    import torch
+
+    from megatron_unickpt.held_state import sharded_tensors
+
+    found = sharded_tensors.walk(state, later=False)
+    leaves = (leaf for leaf in found if isinstance(getattr(leaf, "data", None), torch.nn.Parameter))
+    first = min(leaves, key=lambda leaf: str(leaf.key), default=None)
+    return ("", None) if first is None else (str(first.key), first.data)

@@ -174,7 +174,7 @@ def remove_old_non_persistent(folder: str, leave: int, *, busy: Collection[str])
     names = [entry.name for entry in os.scandir(folder) if iteration_of(entry.name) is not None and entry.is_dir()]
     names.sort(key=lambda name: iteration_of(name) or 0)
     complete = [name for name in names if is_complete(os.path.join(folder, name))]
-    keep = {*complete[max(len(complete) - leave, 0) :], *busy, _tracked(folder)}
+    keep = {*complete[max(len(complete) - leave, 0) :], *busy, _tracked(folder), *_witnessed(folder)}
     removed = [name for name in names if name not in keep and _removed(folder, name)]
     if removed:
         logger.info("unickpt: removed %s from %s", ", ".join(removed), folder)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakMethod
+from weakref import WeakKeyDictionary, ref
 
 if TYPE_CHECKING:
     from torch_unickpt.held_state.known_training import KnownTraining
+    from unickpt.api.acting import Recorded
     from unickpt.base.options.job import MemoryOptions
     from unickpt.checkpoint.coordination.owners import Owner, Owners
     from unickpt.checkpoint.format.witnessed import Passed
     from unickpt.checkpoint.memory.tier import MemoryTier
     from unickpt.checkpoint.save.requests import SaveOptions
     from unickpt.checkpoint.save.saver import Saver
+    from unickpt.checkpoint.witness_faults import FaultFolders
 
 
 class Runtime:
@@ -34,8 +34,8 @@ class Runtime:
         self._savers: dict[tuple[str, SaveOptions], Saver] = {}
         self._owner_of: WeakKeyDictionary[Any, Owner] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[Any, KnownTraining] = WeakKeyDictionary()
-        self._passed: WeakKeyDictionary[Any, WeakMethod[Callable[[], Passed]]] = WeakKeyDictionary()
-        self._faults: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
+        self._recorded: WeakKeyDictionary[Any, ref[Recorded]] = WeakKeyDictionary()
+        self._folders: WeakKeyDictionary[Any, FaultFolders] = WeakKeyDictionary()
         self._memory: MemoryTier | None = None
 
     def saver(self, options: SaveOptions, purpose: str = "training") -> Saver:
@@ -79,38 +79,25 @@ class Runtime:
             self._known[model] = KnownTraining()
         return self._known[model]
 
-    def watch(self, model: Any, passed: Callable[[], Passed] | None) -> None:
-        """Note the method that tells what a model has passed; None: nobody watches it. The method's object is not kept."""
-        if passed is None:
-            self._passed.pop(model, None)
+    def watch(self, model: Any, recorded: Recorded | None) -> None:
+        """Note what checkpoints say of the witness of a model; None: nobody watches it. The object is not kept."""
+        if recorded is None:
+            self._recorded.pop(model, None)
         else:
-            self._passed[model] = WeakMethod(passed)
+            self._recorded[model] = ref(recorded)
 
     def passed(self, model: Any, save_dir: str) -> Passed | None:
         """Return what a model has passed, for a checkpoint in a folder; None without a witness."""
-        told = self._passed[model]() if model in self._passed else None
-        return None if told is None else replace(told(), faults=self.faults_of(model, save_dir))
+        recorded = self._recorded[model]() if model in self._recorded else None
+        return None if recorded is None else recorded.passed(save_dir)
 
-    def faults_of(self, model: Any, save_dir: str) -> int:
-        """Return from how many faults of a folder the state of a model has gone back: those that it had at first."""
-        from unickpt.base.errors import UnickptError
-        from unickpt.base.logs import logger
-        from unickpt.checkpoint.witness_faults import read_faults
+    def folders(self, model: Any) -> FaultFolders:
+        """Return the folders into which a model is saved."""
+        from unickpt.checkpoint.witness_faults import FaultFolders
 
-        known = self._faults.setdefault(model, {})
-        if save_dir not in known:
-            known[save_dir] = 0
-            try:
-                known[save_dir] = len(read_faults(save_dir))
-            except UnickptError as err:
-                logger.warning(
-                    "unickpt: witness: checkpoints of this run do not say that it has gone back from a fault: %s", err
-                )
-        return known[save_dir]
-
-    def save_dirs(self, model: Any) -> list[str]:
-        """Return the folders into which a watched model has been saved."""
-        return list(self._faults.get(model, ()))
+        if model not in self._folders:
+            self._folders[model] = FaultFolders()
+        return self._folders[model]
 
     def is_news(self, line: str) -> bool:
         """Return whether a line was not logged before, and note it."""

@@ -24,7 +24,7 @@ from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.failure import DAMAGE, failure_of
 from unickpt.checkpoint.load.resume import Offer, Together, resume
 from unickpt.checkpoint.save import shutdown
-from unickpt.checkpoint.storage.base import is_url, join
+from unickpt.checkpoint.storage.base import absolute, is_url, join
 
 
 def load_checkpoint(
@@ -150,6 +150,8 @@ class _Load:
         loading, client_state = restore_engine(self.ours, self.engine, directory, opener, self.wanted, skipped)
         for source in self.sources:
             source.loaded(offer, loading.checkpoint.manifest.step)
+        if self.ours.recorded is not None and not self.wanted.module_only and exchange.rank == 0:
+            self.ours.recorded.folders.loaded(absolute(self.folder))
         if not self.wanted.module_only and exchange.rank == 0:
             _log_batch(self.engine, loading, self.of_trainer)
         return join(directory, MANIFEST_FILE), client_state

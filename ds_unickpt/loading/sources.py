@@ -13,7 +13,7 @@ from unickpt.base.logs import logger
 from unickpt.checkpoint.checkpoint_folder import complete_checkpoints, latest_tag, plain_tag, read_manifest
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
-from unickpt.checkpoint.load.candidates import Candidates
+from unickpt.checkpoint.load.candidates import Candidates, warn_of_suspicion, why_suspect
 from unickpt.checkpoint.load.resume import Offer
 from unickpt.checkpoint.load.validation import is_checkpoint
 from unickpt.checkpoint.memory.finding import FoundGeneration
@@ -21,6 +21,7 @@ from unickpt.checkpoint.memory.offers import MemoryResume
 from unickpt.checkpoint.memory.tier import MemoryTier, choose
 from unickpt.checkpoint.storage.base import Storage, is_url, join
 from unickpt.checkpoint.storage.open import open_storage
+from unickpt.checkpoint.witness_faults import read_faults
 
 
 class Source:
@@ -65,6 +66,7 @@ class OnDisk(Source):
                 tag = plain_tag(str(self.tag), self.folder)
             except UnsafePathError as err:
                 return Offer(refused=str(err))
+            warn_of_suspicion(self.folder, tag)
             return Offer(join(self.folder, tag), tag, explicit=True, native=_is_native(place.subfolder(tag)))
         first, found = not self._candidates.begun, self._candidates.offer()
         if not found.directory and self.newest:
@@ -80,8 +82,12 @@ class OnDisk(Source):
             named = latest_tag(self.folder)
         except FormatError:  # the candidates on disk say so
             named = None
+        faults = read_faults(self.folder)
+        if named is not None and why_suspect(self.folder, named, faults):
+            named = None
         if named is None:
-            return next((step for step, _ in complete_checkpoints(self.folder)), None)
+            complete = complete_checkpoints(self.folder)
+            return next((step for step, name in complete if not why_suspect(self.folder, name, faults)), None)
         try:
             return read_manifest(open_storage(self.folder).subfolder(named)).step
         except NotACheckpointError:

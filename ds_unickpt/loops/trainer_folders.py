@@ -170,7 +170,7 @@ def _engine_state_unusable(folder: str) -> str:
     candidates, reasons = Candidates(folder), list[str]()
     try:
         noted = _noted_damage(folder)
-        while (tag := candidates.next().tag) is not None:
+        while (tag := (choice := candidates.next()).tag) is not None:
             if _is_native(Path(folder) / tag):
                 return ""  # only DeepSpeed can check it
             if tag in noted and not reasons:
@@ -185,7 +185,7 @@ def _engine_state_unusable(folder: str) -> str:
                 return ""
     except (UnickptError, OSError):
         return ""
-    return "; ".join(reasons) or "it has no 'latest' file, so its save did not finish"
+    return "; ".join([*reasons, *choice.notes]) or "it has no 'latest' file, so its save did not finish"
 
 
 def _is_native(directory: Path) -> bool:

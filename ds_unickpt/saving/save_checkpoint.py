@@ -211,7 +211,7 @@ def request_of(
     """
     state = capture.EngineState(engine, ours.options, client_state or {}, exclude_frozen=exclude_frozen, known=ours.known)
     return SaveRequest(
-        partial(_contribution, ours, state, rank_objects or {}),
+        partial(_contribution, ours, state, rank_objects or {}, absolute(save_dir)),
         save_dir=save_dir,
         tag=tag,
         save_latest=save_latest,
@@ -227,16 +227,18 @@ def request_of(
 
 
 def _contribution(
-    ours: UnickptCheckpointEngine, state: capture.EngineState, rank_objects: Mapping[str, Any], announced: Message
-) -> Contribution:
-    """Return what this rank writes: the state of the engine, and what compression has not sent."""
+    ours: UnickptCheckpointEngine, state: capture.EngineState, rank_objects: Mapping[str, Any], save_dir: str,
+    announced: Message,
+) -> Contribution:  # fmt: skip
+    """Return what this rank writes: the state of the engine, what compression has not sent, and what the witness has passed."""
     made = capture.contribution(state, announced)
     residuals = {} if ours.compressed is None else ours.compressed.shared_objects()
     choice = {} if ours.choosing is None else ours.choosing.shared_objects(ours.exchange.rank)
     own = {**made.rank_objects, **rank_objects}
     shared = {**made.shared_objects, **residuals, **optimizer_residuals.captured(state), **choice}
     writer = replace(made.writer, origin=asdict(ours.owners.origin(ours.owner)))
-    return replace(made, rank_objects=own, shared_objects=shared, writer=writer)
+    witness = None if ours.recorded is None or ours.exchange.rank else ours.recorded.passed(save_dir)
+    return replace(made, rank_objects=own, shared_objects=shared, writer=writer, witness=witness)
 
 
 def _save_in_memory(ours: UnickptCheckpointEngine, request: SaveRequest) -> PendingSave | None:

@@ -12,15 +12,18 @@ from ds_unickpt.framework import internals, partitions, settling
 from ds_unickpt.framework.versions import version
 from ds_unickpt.held_state.engine_view import EngineView
 from ds_unickpt.held_state.names import KnownNames
+from ds_unickpt.loops import trainer_folders
 from ds_unickpt.runtime import EngineRuntime
 from ds_unickpt.witnessing.held import Copies, held_by
 from ds_unickpt.witnessing.step_hooks import HOOKS
+from unickpt.api.acting import Recorded
 from unickpt.api.witness import Witness
 from unickpt.base import hooks
 from unickpt.base.errors import ConfigError
 from unickpt.base.logs import logger
 from unickpt.base.options.job import WitnessOptions
 from unickpt.base.round_folder import folder_of_round
+from unickpt.checkpoint.witness_faults import FaultFolders
 from unickpt.training.witness.agreeing import Ranks, circles
 from unickpt.training.witness.buddies import Buddies
 from unickpt.training.witness.causes import Causes
@@ -40,10 +43,11 @@ class EngineWitness:
 
     Attributes:
         watching: what it does.
+        recorded: what checkpoints say of it.
     """
 
     def __init__(self, watching: Watching, watched: Watched) -> None:
-        self.watching = watching
+        self.watching, self.recorded = watching, Recorded(watching, FaultFolders(), _of_run)
         self._watched = watched
         self._skipped = self._scale = 0.0
 
@@ -63,6 +67,14 @@ class EngineWitness:
     def forget(self) -> None:
         """A load begins."""
         self.watching.forget()
+
+
+def _of_run(folder: str) -> list[str]:
+    """Return the folders of Trainer's run, which has one for each checkpoint, by one of them. Any other folder is alone."""
+    if not trainer_folders.is_one(folder):
+        return [folder]
+    run = trainer_folders.run_of(folder)
+    return [run, *trainer_folders.folders(run)]
 
 
 def _scale(engine: Any) -> float:
@@ -89,6 +101,8 @@ def begin(runtime: EngineRuntime, engine: Any, options: WitnessOptions) -> None:
     settling.install()
     if hooks.install(HOOKS, framework="DeepSpeed", version=version(), lost="no witness"):
         runtime.witnesses[engine] = own
+        if settings.act:
+            own.recorded.may_act()
 
 
 def end(runtime: EngineRuntime, engine: Any) -> None:

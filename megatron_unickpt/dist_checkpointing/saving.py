@@ -78,7 +78,8 @@ def save(
     save_dir, tag = split(directory)
     compared: list[Any] = []
     kept: list[_Described] = []
-    owner = runtime.owner(sharded_state_dict)
+    owner, recorded = runtime.owner(sharded_state_dict), runtime.recorded(sharded_state_dict)
+    coordinates = runtime.exchange().rank == 0
     call = runtime.call
     by_scripts = call.purpose is Purpose.SAVE  # they can save in Megatron's own format instead
     if by_scripts and tag.startswith(ITERATION):
@@ -108,7 +109,8 @@ def save(
         own = readable({key: found.common[key] for key in differ if key in found.common})
         made = capture.contribution(found.state, found.common, known=runtime.known, own=own, share=share, directory=directory)
         origin = {} if owner is None else asdict(runtime.owners.origin(owner))
-        return replace(made, writer=replace(made.writer, origin=origin))
+        witness = recorded.passed(save_dir) if recorded is not None and coordinates else None
+        return replace(made, writer=replace(made.writer, origin=origin), witness=witness)
 
     request = SaveRequest(
         contribute,

@@ -10,6 +10,7 @@ import argparse
 import difflib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron_unickpt.framework.flags import add_flags, options_of
@@ -89,9 +90,10 @@ def parse_arguments(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         precision.begin(options.precision)
     settings = settings_from(options.witness)
     if settings is not None:
+        from megatron_unickpt.pretraining.non_persistent import save_folders
         from megatron_unickpt.witnessing import step_hooks
 
-        step_hooks.begin_with_scripts(settings)
+        step_hooks.begin_with_scripts(settings, partial(save_folders, parsed))
     if timing.enabled:
         from megatron_unickpt.measuring.timing import begin_with_groups
 

@@ -22,10 +22,12 @@ from unickpt.checkpoint.checkpoint_folder import (
     tracked_iteration,
 )
 from unickpt.checkpoint.format.layout import LATEST_FILE
-from unickpt.checkpoint.load.candidates import Candidates, loadable
+from unickpt.checkpoint.load.candidates import Candidates, loadable, warn_of_suspicion, why_suspect
 from unickpt.checkpoint.load.resume import Offer
 from unickpt.checkpoint.load.validation import is_checkpoint
+from unickpt.checkpoint.storage.base import split
 from unickpt.checkpoint.storage.open import open_storage
+from unickpt.checkpoint.witness_faults import read_faults
 
 _NOTHING = Offer()
 _SHOWN = 8  # names in a message
@@ -52,7 +54,7 @@ class Choices:
         elif (self._folder / TRACKER).is_file():
             choice = self._megatrons()
         elif is_checkpoint(self._folder):
-            choice = _NOTHING if self._tried else Offer(str(self._folder), step=step_of(self._folder), explicit=True)
+            choice = _NOTHING if self._tried else _explicit(self._folder, step_of(self._folder))
         else:
             choice = self._deepspeeds()
         if choice.directory:
@@ -65,9 +67,9 @@ class Choices:
             return _NOTHING
         directory = self._folder / iteration_name(step)
         if is_checkpoint(directory):
-            return Offer(str(directory), directory.name, step, explicit=True)
+            return _explicit(directory, step, directory.name)
         if is_checkpoint(self._folder) and step_of(self._folder) == step:
-            return Offer(str(self._folder), step=step, explicit=True)
+            return _explicit(self._folder, step)
         if directory.is_dir() and not marks.is_unfinished(directory):
             return _NOTHING  # in Megatron's format
         if not self._folder.is_dir():
@@ -77,29 +79,33 @@ class Choices:
             reason = f"{self._folder} has several checkpoints of step {step}: {', '.join(tags)}. Pass one of them to --load."
             return Offer(refused=reason)
         if tags:
-            return Offer(str(self._folder / tags[0]), tags[0], step, explicit=True)
+            return _explicit(self._folder / tags[0], step, tags[0])
         return Offer(missing=f"--ckpt-step {step}: {self._folder} has no checkpoint of this iteration. {_has(self._folder)}")
 
     def _megatrons(self) -> Offer:
         """Return the checkpoint of the tracker file, and on later calls the newest complete iteration before it."""
         tracked: int | None = None
         notes: list[str] = []
+        suspect = ""
         try:
             tracked = tracked_iteration(self._folder)
         except FormatError as err:
             notes.append(str(err))
         if not self._tried and tracked is not None:
             directory = self._folder / iteration_name(tracked)
-            if is_checkpoint(directory):
+            suspect = why_suspect(str(self._folder), directory.name, read_faults(self._folder))
+            if is_checkpoint(directory) and not suspect:
                 later = self._later(tracked)
                 return Offer(str(directory), directory.name, tracked, tuple(later))
-            if any(directory.glob("*")) and not marks.is_unfinished(directory):
+            if not suspect and any(directory.glob("*")) and not marks.is_unfinished(directory):
                 return _NOTHING
             what = "is not complete" if directory.exists() else "does not exist"
-            notes.append(f"{self._folder / TRACKER} names iteration {tracked}, which {what}")
+            notes.append(suspect or f"{self._folder / TRACKER} names iteration {tracked}, which {what}")
         if not self._tried and tracked is None and not notes:
             return _NOTHING  # "release"
         older = _iterations(self._folder, without={Path(tried).name for tried in self._tried})
+        if not older and suspect:
+            return Offer(notes=tuple(notes))  # neither Megatron's own function nor a start anew
         if not older:
             return Offer(missing="; ".join(notes) + f". {_has(self._folder)}") if notes else _NOTHING
         if notes and tracked is None:  # Megatron exits if it cannot parse the file; another number is not used
@@ -123,7 +129,7 @@ class Choices:
         """Return the checkpoint of ``latest``, and on later calls the newest complete one. Empty without a ``latest`` file."""
         found = self._candidates.next()
         if found.tag is None:
-            return _NOTHING
+            return Offer(notes=found.notes) if read_faults(self._folder) else _NOTHING
         directory = self._folder / found.tag
         if is_checkpoint(directory):
             return Offer(str(directory), found.tag, step_of(directory), found.notes)
@@ -131,6 +137,12 @@ class Choices:
             refused=f"{directory}, which {self._folder / LATEST_FILE} names, is not a unickpt checkpoint. If it is one of "
             "DeepSpeed's own, convert it first (unickpt convert)."
         )
+
+
+def _explicit(directory: Path, step: int, name: str = "") -> Offer:
+    """Return a checkpoint that the user names."""
+    warn_of_suspicion(*split(str(directory)))
+    return Offer(str(directory), name, step, explicit=True)
 
 
 def _has(folder: Path) -> str:
@@ -149,5 +161,6 @@ def step_of(directory: str | Path) -> int:
 
 def _iterations(folder: Path, *, without: set[str]) -> list[int]:
     """Return the iterations that may be loaded, newest first."""
-    found = loadable(folder, without=without)
+    faults = read_faults(folder)
+    found = [each for each in loadable(folder, without=without) if not why_suspect(str(folder), each[1], faults)]
     return sorted((number for _, name in found if (number := tracker.iteration_of(name)) is not None), reverse=True)

@@ -12,10 +12,12 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_unickpt.framework.marks import BACKEND
 from megatron_unickpt.pretraining.choices import Choices
 from unickpt.base.errors import UnickptError
 from unickpt.checkpoint.checkpoint_folder import tracked_iteration
 from unickpt.checkpoint.load.resume import Offer
+from unickpt.checkpoint.storage.base import absolute
 
 SUBDIRECTORY = "non_persistent"  # _NON_PERSISTENT_CKPT_SUBDIR in Megatron's checkpointing.py
 GLOBAL, LOCAL = "global", "local"
@@ -42,6 +44,12 @@ def save_folder(options: Any, arguments: Mapping[str, Any]) -> str:
     """Return the folder into which a ``save_checkpoint`` call saves, given its arguments."""
     other = folder_of(options, str(options.save)) if arguments.get("non_persistent_ckpt") else None
     return other or str(options.save)
+
+
+def save_folders(options: Any) -> list[str]:
+    """Return the folders into which a job saves with unickpt; () if it does not."""
+    save = getattr(options, "save", None) if getattr(options, BACKEND, False) else None
+    return [absolute(each) for each in (save, folder_of(options, save)) if each] if save else []
 
 
 def newest_local(options: Any, context: Any) -> int:
@@ -90,6 +98,9 @@ class BothChoices:
         at = max(range(len(heads)), key=lambda each: (bool(heads[each].directory), heads[each].step, each))
         if not heads[at].directory or native >= heads[at].step + (at == 1):
             lacks = [head.missing for head in heads if head.missing]
+            notes = tuple(note for head in heads if not head.directory for note in head.notes)
+            if notes and not heads[at].directory:
+                return Offer(notes=notes)
             nothing = len(lacks) == len(heads) if self._step else native < 0
             return Offer(missing=" ".join(lacks)) if nothing else Offer()
         self._heads[at] = None
@@ -99,7 +110,7 @@ class BothChoices:
         """Return the highest iteration of a tracker file whose checkpoint is not in unickpt's format; -1 if there is none."""
         found = -1
         for folder, head in zip(self._folders, self._heads, strict=True):
-            if head is not None and not head.directory and not head.missing and not self._step:
+            if head is not None and not head.directory and not head.missing and not head.notes and not self._step:
                 with contextlib.suppress(UnickptError, OSError):
                     found = max(found, tracked_iteration(folder) or -1)
         return found

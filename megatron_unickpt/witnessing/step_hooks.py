@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ def _stepped(runtime: Runtime, wrapped: Callable[..., Any], instance: Any, args:
         from megatron_unickpt.framework import internals
         from megatron_unickpt.witnessing import watch
 
-        watch.begin(runtime, asked.chunks, instance, asked.settings, internals.iterations_done() or 0)
+        watch.begin(runtime, asked.chunks, instance, asked.settings, internals.iterations_done() or 0, asked.folders())
     own = runtime.witnesses.get(instance)
     if own is None:
         return wrapped(*args, **kwargs)
@@ -63,7 +63,10 @@ HOOKS = [
 MODEL = _hook(_SCHEDULES, "forward_step", _forward, "no callback that passes the model of a training script")
 
 
-def begin_with_scripts(settings: Settings) -> None:
-    """Watch the model that a training script makes, from its first step on. Called after the arguments are parsed."""
-    RUNTIME.asked_witness = AskedWitness(settings)
+def begin_with_scripts(settings: Settings, folders: Callable[[], Sequence[str]]) -> None:
+    """Watch the model that a training script makes, from its first step on. Called after the arguments are parsed.
+
+    ``folders``: returns those into which it saves.
+    """
+    RUNTIME.asked_witness = AskedWitness(settings, folders)
     hooks.install([*HOOKS, MODEL], framework=FRAMEWORK, version=version(), lost="no witness")

@@ -16,10 +16,12 @@ from megatron_unickpt.framework.versions import FRAMEWORK, version
 from megatron_unickpt.runtime import Runtime
 from megatron_unickpt.witnessing.held import held_by, named_parameters, unwrapped
 from megatron_unickpt.witnessing.step_hooks import HOOKS
+from unickpt.api.acting import Recorded
 from unickpt.api.witness import Witness
 from unickpt.base import hooks
 from unickpt.base.errors import ConfigError
 from unickpt.base.logs import logger, make_visible
+from unickpt.checkpoint.witness_faults import FaultFolders
 from unickpt.training.witness.agreeing import Ranks, circles
 from unickpt.training.witness.counting import Counters, all_finite
 from unickpt.training.witness.held import Stepped
@@ -33,11 +35,16 @@ class OptimizerWitness:
 
     Attributes:
         watching: what it does.
+        recorded: what checkpoints say of it.
     """
 
-    def __init__(self, watching: Watching, watched: Watched) -> None:
-        self.watching = watching
-        self._watched = watched
+    def __init__(self, watching: Watching, watched: Watched, chunks: Sequence[torch.nn.Module]) -> None:
+        self.watching, self.recorded = watching, Recorded(watching, FaultFolders())
+        self._watched, self._chunks = watched, chunks
+
+    def watches(self, parameter: Any) -> bool:
+        """Return whether a parameter is one of the model."""
+        return any(each is parameter for chunk in self._chunks for each in chunk.parameters())
 
     def before(self) -> None:
         """A step begins."""
@@ -75,8 +82,11 @@ def witness(model: Any, optimizer: Any, options: Mapping[str, Any] | None, *, st
     return begin(RUNTIME, chunks, optimizer, settings, step)
 
 
-def begin(runtime: Runtime, chunks: Sequence[torch.nn.Module], optimizer: Any, settings: Settings, step: int = 0) -> Witness:
-    """Watch a model. If that cannot begin, a warning says why, and training goes on."""
+def begin(
+    runtime: Runtime, chunks: Sequence[torch.nn.Module], optimizer: Any, settings: Settings, step: int = 0,
+    folders: Sequence[str] = (),
+) -> Witness:  # fmt: skip
+    """Watch a model. If that cannot begin, a warning says why, and training goes on. ``folders``: of its checkpoints."""
     make_visible()
     device = next((each.device for chunk in chunks for each in chunk.parameters()), torch.device("cpu"))
     job = Ranks.of(None, device)
@@ -89,9 +99,21 @@ def begin(runtime: Runtime, chunks: Sequence[torch.nn.Module], optimizer: Any, s
         own.watching.close()
         return Witness(None)
     runtime.witnesses[optimizer] = own
+    if job.leads:
+        _note_folders(runtime, own, folders)
+    if settings.act:
+        own.recorded.may_act()
     known = weakref.ref(optimizer)
     own.watching.hooks.append(lambda: _end(runtime, known()))
     return Witness(own.watching)
+
+
+def _note_folders(runtime: Runtime, own: OptimizerWitness, folders: Sequence[str]) -> None:
+    for folder in folders:
+        own.recorded.folders.note(folder)
+    for known, folder in runtime.resumed:
+        if (parameter := known()) is not None and own.watches(parameter):
+            own.recorded.folders.loaded(folder)
 
 
 def _end(runtime: Runtime, optimizer: Any) -> None:
@@ -122,7 +144,8 @@ def _made(chunks: Sequence[torch.nn.Module], optimizer: Any, settings: Settings,
         counters = _counters(chunks) if NONFINITE in checks else []
         late = weights_follow_late(optimizer)
         selves = Selves(Recomputed([unwrapped(each) for each in chunks]), job) if SELF in checks else None
-        return OptimizerWitness(Watching(settings.every, checks, [watched], job, counters, selves=selves, late=late), watched)
+        watching = Watching(settings.every, checks, [watched], job, counters, selves=selves, late=late)
+        return OptimizerWitness(watching, watched, chunks)
 
     return job.together(made)
 

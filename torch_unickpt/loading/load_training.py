@@ -243,7 +243,7 @@ def _resumed(
 
     start: StartingPoint = resume(exchange, offers, attempt, nothing, where=folder, fall_back=fall_back)
     if ranks.rank == 0 and start.path != folder:
-        RUNTIME.faults_of(job.model, folder)
+        RUNTIME.folders(job.model).loaded(folder)
     exchange.leave()
     return start
 

@@ -12,14 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_unickpt.edge import RUNTIME
 from torch_unickpt.held_state.names import names_of, plain, without_ddp
 from torch_unickpt.held_state.optimizers import unwrapped
-from torch_unickpt.witnessing.acting import act
 from torch_unickpt.witnessing.held import Held, held_by
+from unickpt.api.acting import Recorded
 from unickpt.api.dtensors import is_dtensor
 from unickpt.api.witness import Witness
 from unickpt.base.errors import ConfigError
 from unickpt.base.logs import logger, make_visible
 from unickpt.base.round_folder import folder_of_round
-from unickpt.checkpoint.format.witnessed import Passed
 from unickpt.checkpoint.save.late_copy import silent_steps
 from unickpt.training.witness.agreeing import Ranks, meet
 from unickpt.training.witness.buddies import Buddies
@@ -29,7 +28,6 @@ from unickpt.training.witness.recalling import Recalled
 from unickpt.training.witness.recomputing import Recomputed, Selves
 from unickpt.training.witness.repeating import Tap
 from unickpt.training.witness.settings import BUDDY, NONFINITE, SELF, settings_of
-from unickpt.training.witness.vote import Verdict
 from unickpt.training.witness.watching import Watched, Watching, seeing
 
 
@@ -86,15 +84,12 @@ def witness(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any] |
     if counters and tap is not None:
         causes = Causes(Recalled(tap), counters[0], ranks, partial(_folders, model, settings.batches))
     selves = Selves(Recomputed([without_ddp(model)], plain=plain), ranks) if SELF in checks else None
-    acts = settings.act and folder_of_round() is not None
-    if settings.act and not acts and ranks.leads:
-        logger.warning("unickpt: witness: act needs torchrun --rdzv-backend unickpt: the witness reports and does not act")
     watching = Watching(settings.every, checks, watched, ranks, counters, of_buddies, causes, selves)
-    recorded = _Recorded(model, watching)
-    watching.hooks.append(recorded.close)  # which keeps it
-    if acts and ranks.leads:
-        watching.wrongs.append(recorded.act)
-    RUNTIME.watch(model, recorded.passed)
+    recorded = Recorded(watching, RUNTIME.folders(model))
+    if settings.act:
+        recorded.may_act()
+    RUNTIME.watch(model, recorded)
+    watching.hooks.append(partial(_forgotten, model, recorded))  # which keeps it
     for optimizer, each in zip(optimizers, watched, strict=True):
         watching.hooks += [_hooked(optimizer, watching, each)]
     return Witness(watching)
@@ -112,23 +107,11 @@ def _tap(model: torch.nn.Module, held: Sequence[Sequence[Held]], ranks: Ranks) -
 def _folders(model: torch.nn.Module, named: str) -> list[str]:
     """Return where micro-batches with values that are not finite are written, the best first."""
     of_round = folder_of_round()
-    return [each for each in (named, *RUNTIME.save_dirs(model), "" if of_round is None else str(of_round)) if each]
+    return [each for each in (named, *RUNTIME.folders(model).known(), "" if of_round is None else str(of_round)) if each]
 
 
-class _Recorded:
-    """What the checkpoints of a model say of its witness, and what a verdict does to them."""
-
-    def __init__(self, model: torch.nn.Module, watching: Watching) -> None:
-        self._model, self._watching = model, watching
-
-    def passed(self) -> Passed:
-        return Passed(*self._watching.passed())
-
-    def act(self, verdict: Verdict) -> None:
-        act(verdict, self.passed().passed_until, RUNTIME.save_dirs(self._model))
-
-    def close(self) -> None:
-        RUNTIME.watch(self._model, None)
+def _forgotten(model: torch.nn.Module, _: Recorded) -> None:
+    RUNTIME.watch(model, None)
 
 
 def _watched(held: Sequence[Held], ranks: Ranks, step: int) -> Watched:

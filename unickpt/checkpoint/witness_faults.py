@@ -7,9 +7,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from unickpt.base.errors import FormatError
+from unickpt.base.errors import FormatError, UnickptError
+from unickpt.base.logs import logger
 from unickpt.checkpoint.format.json_text import parse_json
-from unickpt.checkpoint.format.witnessed import WitnessFault, fault_of
+from unickpt.checkpoint.format.witnessed import Passed, WitnessFault, fault_of
 from unickpt.checkpoint.storage.open import open_storage
 
 FILE, _LONGEST = "witness.json", 1 << 20
@@ -61,3 +62,48 @@ def note_gone_back(folder: str | os.PathLike[str]) -> None:
 def _write(folder: str | os.PathLike[str], faults: Sequence[WitnessFault]) -> None:
     body = {"faults": [fault.as_json() for fault in faults]}
     open_storage(folder).write_atomic(FILE, json.dumps(body, indent=1).encode())
+
+
+class FaultFolders:
+    """Folders of the checkpoints of a watched model. Used on the rank that writes their manifests.
+
+    Each has the number of faults that it had at first: from these the state of the model has gone back. This process adds later
+    ones.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, int] = {}
+        self._loaded: set[str] = set()
+
+    def note(self, folder: str) -> int:
+        """Note that the model is saved into a folder. Return from how many of its faults the state has gone back."""
+        for other in self._loaded - {folder}:
+            del self._first[other]
+        self._loaded.clear()
+        return self._read(folder)
+
+    def loaded(self, folder: str) -> None:
+        """Note that the model is loaded from a folder: it counts until the model is saved into another one."""
+        if folder not in self._first or folder in self._loaded:
+            self._first.pop(folder, None)
+            self._loaded.add(folder)
+            self._read(folder)
+
+    def passed(self, folder: str, until: int, checks: tuple[str, ...]) -> Passed:
+        """Return what a checkpoint of a folder says of the witness."""
+        return Passed(until, checks, self.note(folder))
+
+    def known(self) -> list[str]:
+        """Return the folders."""
+        return list(self._first)
+
+    def _read(self, folder: str) -> int:
+        if folder not in self._first:
+            self._first[folder] = 0
+            try:
+                self._first[folder] = len(read_faults(folder))
+            except UnickptError as err:
+                logger.warning(
+                    "unickpt: witness: checkpoints of this run do not say that it has gone back from a fault: %s", err
+                )
+        return self._first[folder]

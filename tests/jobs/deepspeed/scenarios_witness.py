@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,15 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 import ds_unickpt
 from tests.jobs.deepspeed.jobs import build, train
+from tests.jobs.deepspeed.logs import Log
 from tests.jobs.deepspeed.resumes import here
 from tests.jobs.deepspeed.scenario_worker import scenario
+from tests.jobs.deepspeed.scenarios_memory import memory
 from tests.support.extent import some
-from unickpt.checkpoint.format.witnessed import Passed
+from unickpt.checkpoint.checkpoint_folder import manifests_in
+from unickpt.checkpoint.format.witnessed import Passed, WitnessFault
+from unickpt.checkpoint.save import shutdown
+from unickpt.checkpoint.witness_faults import add_fault
 from unickpt.training.witness.nonfinite import Cause, NonFinite
 from unickpt.training.witness.vote import Kind, Verdict
 
@@ -112,3 +118,40 @@ def the_first_layer_that_is_not_finite_is_named_and_a_step_left_out_is_not(folde
         cause = Cause.DATA_OR_MODEL if layout.stage < 3 else Cause.UNDECIDED  # under ZeRO-3 no rank alone repeats anything
         named = [(each.place.layer, each.place.backward, each.step, each.cause) for each in own]
         assert named == [("blocks.0.mlp.1", False, 2, cause)], layout
+
+
+@scenario(2)
+def checkpoints_say_what_has_passed_and_a_job_goes_back_behind_a_fault(folder: Path) -> None:
+    """On disk, written behind training, and in memory."""
+    place, checks = folder / "c", ("replicas", "rest")
+    own = {**memory(folder, dist.get_rank(), to_disk_every=2, generations=3), "witness": {"every": 1, "checks": [*checks]}}
+    own["async_save"] = True
+    engine = build(here(1, "bf16"), seed=1, unickpt=own)
+    for _ in range(4):
+        train(engine, 1)
+        assert engine.save_checkpoint(str(place)) is True
+    shutdown.finish_all(ending=False)
+    dist.barrier()
+    assert {manifest.step: manifest.witness for _, manifest in manifests_in(place)} == {
+        2: Passed(1, checks),
+        4: Passed(3, checks),
+    }
+    told = [json.loads(path.read_text()) for path in folder.glob("host*/**/manifest.json")]
+    assert {each["step"]: each["witness"]["passed_until"] for each in told} == {1: 0, 3: 2}
+    if dist.get_rank() == 0:
+        add_fault(place, WitnessFault(2, 4, "SDC_REPLICA"))
+    dist.barrier()
+    again = build(here(2, "bf16"), seed=2, unickpt=own)
+    with Log() as log:
+        again.load_checkpoint(str(place), tag="global_step4")
+    assert any("It is loaded, because it was named" in line for line in log.lines) == (dist.get_rank() == 0), log.lines
+    again = build(here(2, "bf16"), seed=2, unickpt=own)
+    again.load_checkpoint(str(place))
+    assert again.global_steps == 2, "step 3 in memory and step 4 on disk are suspect"
+    for _ in range(2):
+        train(again, 1)
+        again.save_checkpoint(str(place))
+    shutdown.finish_all(ending=False)
+    dist.barrier()
+    newest = manifests_in(place)[0][1]
+    assert (newest.step, newest.witness) == (4, Passed(3, checks, faults=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ import megatron_unickpt
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
 from tests.jobs.megatron.scenarios import scenario
+from tests.jobs.megatron.scenarios_memory import forget, memory
 from tests.support.extent import some
+from unickpt.checkpoint.checkpoint_folder import manifests_in
+from unickpt.checkpoint.format.witnessed import Passed, WitnessFault
+from unickpt.checkpoint.save import shutdown
+from unickpt.checkpoint.witness_faults import add_fault
 from unickpt.training.witness.vote import Kind, Verdict
 
 NAME = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -73,3 +79,47 @@ def sound_training_has_no_verdict_and_the_same_weights(folder: Path) -> None:
                 assert witness.passed.passed_until == 2, layout  # what is at rest after the third step is not yet seen
             witness.close()
         assert all(map(torch.equal, *ends)), layout
+
+
+@scenario(2)
+def checkpoints_say_what_has_passed_and_a_job_goes_back_behind_a_fault(folder: Path) -> None:
+    """On disk, written behind training, and in memory."""
+    place, checks, layout = folder / "c", ("replicas", "rest"), Layout(dp=2)
+    options = memory(folder, dist.get_rank(), 2)
+
+    def made() -> tuple[Job, int, megatron_unickpt.Witness]:
+        job = Job(layout, seed=1)
+        start = megatron_unickpt.resume_or_start(place, job.chunks, job.optimizer, memory=options)["iteration"]
+        witness = megatron_unickpt.witness(job.chunks, job.optimizer, {"every": 1, "checks": [*checks]}, step=start)
+        return job, start, witness
+
+    def go_on(job: Job, start: int, steps: int) -> None:
+        for step in range(start + 1, start + steps + 1):
+            job.train(1)
+            name = place / f"iter_{step:07d}"
+            save = megatron_unickpt.save(
+                name, job.chunks, job.optimizer, iteration=step, memory=options, asynchronous=True
+            )  # fmt: skip
+            if step % 2 == 0:
+                save.conclude()
+        shutdown.finish_all(ending=False)
+        dist.barrier()
+
+    job, start, witness = made()
+    go_on(job, start, 4)
+    witness.close()
+    assert {manifest.step: manifest.witness for _, manifest in manifests_in(place)} == {
+        2: Passed(1, checks),
+        4: Passed(3, checks),
+    }
+    told = [json.loads(path.read_text()) for path in folder.glob("host*/**/manifest.json")]
+    assert {each["step"]: each["witness"]["passed_until"] for each in told} == {1: 0, 3: 2}
+    if dist.get_rank() == 0:
+        add_fault(place, WitnessFault(2, 4, "SDC_REPLICA"))
+    forget(folder)
+    job, start, witness = made()
+    assert start == 2, "step 3 in memory and step 4 on disk are suspect"
+    go_on(job, start, 2)
+    witness.close()
+    newest = manifests_in(place)[0][1]
+    assert (newest.step, newest.witness) == (4, Passed(3, checks, faults=1))

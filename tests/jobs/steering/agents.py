@@ -128,7 +128,8 @@ class Agents:
         """Wait for words in the output of an agent."""
         deadline = time.monotonic() + LIMIT_S
         while words not in "".join(path.read_text() for path in self.outputs):
-            assert time.monotonic() < deadline, f"no agent says {words!r}\n{self.text()}"
+            runs = any(agent.poll() is None for agent in self.running.values())
+            assert runs and time.monotonic() < deadline, f"no agent says {words!r}\n{self.text()}"  # noqa: PT018
             time.sleep(0.1)
 
     def rings(self) -> list[Path]:

@@ -76,11 +76,11 @@ def test_the_defaults_are_the_same_everywhere() -> None:
 def test_a_flag_has_the_meaning_of_its_key() -> None:
     words = "--unickpt-no-direct-io --unickpt-keep-last 3 --unickpt-staging-gigabytes 2 --unickpt-no-fall-back"
     words += " --unickpt-timing --unickpt-timing-no-watch --unickpt-timing-records 9 --unickpt-verify off"
-    words += " --unickpt-witness-every 50 --unickpt-witness-checks rest nonfinite"
+    words += " --unickpt-witness-every 50 --unickpt-witness-checks rest nonfinite --unickpt-witness-act"
     section = {
         "direct_io": False, "keep_last": 3, "staging_gigabytes": 2, "fall_back": False, "verify": "off",
         "timing": {"enabled": True, "watch": False, "records": 9},
-        "witness": {"every": 50, "checks": ["rest", "nonfinite"]},
+        "witness": {"every": 50, "checks": ["rest", "nonfinite"], "act": True},
     }  # fmt: skip
     found, expected = options_of(parser().parse_args(words.split())), from_json(section)
     assert {name: getattr(found, name) for name in Options.__slots__} == {

@@ -9,7 +9,9 @@ import pytest
 from megatron_unickpt.pretraining.choices import Choices
 from tests.support.saves import saved
 from unickpt.checkpoint.checkpoint_folder import TRACKER
+from unickpt.checkpoint.format.witnessed import WitnessFault
 from unickpt.checkpoint.load.resume import Offer
+from unickpt.checkpoint.witness_faults import add_fault
 
 
 def order(folder: Path, step: int | None = None) -> list[str]:
@@ -133,3 +135,32 @@ def test_a_step_that_is_not_there_is_no_other_checkpoint(megatrons: Path) -> Non
     assert "--ckpt-step 9" in Choices(str(megatrons), 9).next().missing, "a save that was interrupted"
     assert "does not exist" in Choices(str(megatrons / "nowhere"), 9).next().missing
     assert Choices(str(megatrons / "iter_0000003"), 3).next().explicit, "the folder itself"
+
+
+def test_a_job_goes_back_behind_a_fault_that_the_witness_has_found(
+    megatrons: Path, deepspeeds_alone: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (megatrons / TRACKER).write_text("3")
+    add_fault(megatrons, WitnessFault(1, 3, "SDC_REPLICA"))
+    choices = Choices(str(megatrons), None)
+    choice = choices.next()
+    assert (choice.name, choice.step) == ("iter_0000001", 1)
+    assert "iter_0000003 is of step 3, and may have traces of a fault after step 1: SDC_REPLICA" in choice.notes[0]
+    assert choices.next() == Offer()
+    assert not caplog.records
+    for named in (Choices(str(megatrons), 2), Choices(str(megatrons / "iter_0000002"), None)):
+        caplog.clear()
+        assert named.next().explicit
+        assert "SDC_REPLICA. It is loaded, because it was named" in caplog.text
+    add_fault(megatrons, WitnessFault(0, 2, "SDC_AT_REST"))
+    for folder in (megatrons, deepspeeds_alone):  # nothing is left: neither a start anew, nor Megatron's own function
+        add_fault(folder, WitnessFault(0, 2, "SDC_AT_REST"))
+        choice = Choices(str(folder), None).next()
+        assert (choice.directory, choice.missing, len(choice.notes)) == ("", "", 1)
+
+
+@pytest.fixture
+def deepspeeds_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deepspeed")
+    saved(folder, "global_step3")
+    return folder

@@ -111,6 +111,11 @@ class WitnessOptions:
         several=True,
     )
     batches: str = option("", "folder for micro-batches with NaN whose cause is data or model (DeepSpeed); empty: none")
+    act: bool = option(
+        False,
+        "a verdict about wrong numbers makes later checkpoints suspect, and under `torchrun --rdzv-backend unickpt` takes the "
+        "host out",
+    )
 
 
 @dataclass(frozen=True, slots=True)

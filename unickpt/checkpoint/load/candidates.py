@@ -109,7 +109,7 @@ class Candidates:
     def offer(self) -> Offer:
         """Return the next checkpoint to try: the folder itself if it is one. Reads manifests, no data."""
         if not self._begun and is_checkpoint(self._folder):
-            self._warn_of_suspicion()
+            warn_of_suspicion(*split(self._folder.rstrip("/")))
             return Offer(self._folder, explicit=True)
         choice = self.next()
         if choice.tag is None:
@@ -126,20 +126,12 @@ class Candidates:
                 self._tried.append(choice.tag)
         return choice
 
-    def _warn_of_suspicion(self) -> None:
-        """Warn if the checkpoint that the user names may have traces of a fault that the witness has found. It is loaded."""
-        parent, name = split(self._folder.rstrip("/"))
-        with contextlib.suppress(UnickptError):
-            suspect = _suspicion(parent, name, read_faults(parent))
-            if suspect:
-                logger.warning("unickpt: %s. It is loaded, because it was named", suspect)
-
     def _next(self) -> CandidateTag:
         notes = []
         if self._offered is None:
             try:
                 named = latest_tag(self._folder) or self._tracked()
-                suspect = "" if named is None else _suspicion(self._folder, named, read_faults(self._folder))
+                suspect = "" if named is None else why_suspect(self._folder, named, read_faults(self._folder))
                 if suspect:
                     notes.append(suspect)
                 elif named is not None or not self._newest:
@@ -155,7 +147,7 @@ class Candidates:
                 return CandidateTag(tag, (f"{join(self._folder, tag)} was saved again while it was being read",))
         faults = read_faults(self._folder)
         older = (name for _, name in loadable(self._folder, without=self._tried))
-        return CandidateTag(next((name for name in older if not _suspicion(self._folder, name, faults)), None), tuple(notes))
+        return CandidateTag(next((name for name in older if not why_suspect(self._folder, name, faults)), None), tuple(notes))
 
     def _tracked(self) -> str | None:
         """Return the directory that Megatron's tracker file names, if it holds a unickpt checkpoint."""
@@ -166,7 +158,15 @@ class Candidates:
         return name
 
 
-def _suspicion(folder: str, name: str, faults: Sequence[WitnessFault]) -> str:
+def warn_of_suspicion(folder: str, name: str) -> None:
+    """Warn if a checkpoint that the user names may have traces of a fault that the witness has found. It is loaded."""
+    with contextlib.suppress(UnickptError):
+        suspect = why_suspect(folder, name, read_faults(folder))
+        if suspect:
+            logger.warning("unickpt: %s. It is loaded, because it was named", suspect)
+
+
+def why_suspect(folder: str, name: str, faults: Sequence[WitnessFault]) -> str:
     """Return why a job must not resume from a checkpoint, or ''. One that cannot be read is no matter of the witness."""
     if not faults:
         return ""

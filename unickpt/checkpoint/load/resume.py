@@ -238,7 +238,7 @@ def resume(
         try:
             done = attempt(found, tuple(skipped))
             if exchange.rank == 0:
-                _note_gone_back(where)
+                gone_back(where)
             return done
         except AgreedFailureError as agreed:
             error, failures = agreed.error, agreed.failures
@@ -251,7 +251,7 @@ def resume(
             logger.warning("unickpt: %s cannot be used: %s Looking for an older one.", found.directory, _ended(str(reason)))
 
 
-def _note_gone_back(where: str) -> None:
+def gone_back(where: str) -> None:
     """Note that a job has loaded a checkpoint behind the faults that the witness has found."""
     try:
         note_gone_back(where)

@@ -14,12 +14,14 @@ from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.format.checksums import RunningDigest
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, from_bytes
+from unickpt.checkpoint.format.witnessed import suspicion_in_memory
 from unickpt.checkpoint.load.checkpoint import Checkpoint
-from unickpt.checkpoint.memory.generations import ABOUT_FILE, Inventory, missing, numbers
+from unickpt.checkpoint.memory.generations import ABOUT_FILE, Inventory, missing, numbers, passed_or_none
 from unickpt.checkpoint.memory.host_folder import HostFolder, parse_about
 from unickpt.checkpoint.memory.hosts import JobHosts
 from unickpt.checkpoint.memory.peer_storage import PeerStorage
 from unickpt.checkpoint.storage.posix import PosixStorage
+from unickpt.checkpoint.witness_faults import read_faults
 
 _ABOUT_BYTES, _PART_BYTES = 1 << 16, 8 << 20
 
@@ -32,15 +34,20 @@ class FoundGeneration:
         number: the generation.
         step: training step.
         tag: name that the framework gave the checkpoint.
+        passed_until: last step that the witness had passed at its save; -1 without a witness.
     """
 
     number: int
     step: int
     tag: str
+    passed_until: int = -1
 
 
-def find(hosts: JobHosts, exchange: MessageExchange) -> tuple[list[FoundGeneration], list[str]]:
-    """Return the generations that can be loaded, newest first, and why others cannot. Every rank calls this."""
+def find(hosts: JobHosts, exchange: MessageExchange, save_dir: str) -> tuple[list[FoundGeneration], list[str]]:
+    """Return the generations that can be loaded, newest first, and why others cannot. Every rank calls this.
+
+    Generations that may have traces of a fault that the witness has found are left out.
+    """
     own = None
     if hosts.leads:
         _remove_damaged_records(hosts.folder)
@@ -50,12 +57,25 @@ def find(hosts: JobHosts, exchange: MessageExchange) -> tuple[list[FoundGenerati
         try:
             inventories = [Inventory.from_json(messages[ranks[0]]["inventory"]) for ranks in hosts.ranks]
             found, problems = _complete(hosts, inventories)
-            return {"found": [asdict(each) for each in found], "problems": problems}
+            return {"found": [asdict(each) for each in _without_suspects(found, save_dir)], "problems": problems}
         except Exception as err:  # the other ranks wait
             return {"found": [], "problems": [f"{type(err).__name__}: {err}"]}
 
     told = exchange.combined("memory-inventory", {"inventory": own}, complete)
     return [FoundGeneration(**each) for each in told["found"]], told["problems"]
+
+
+def _without_suspects(found: list[FoundGeneration], save_dir: str) -> list[FoundGeneration]:
+    try:
+        faults = read_faults(save_dir)
+    except UnickptError:
+        faults = ()  # the disk tells it, which is looked at next
+    suspect = [each for each in found if suspicion_in_memory(each.step, faults) is not None]
+    for each in suspect:
+        logger.warning(
+            "unickpt: %s in memory may have traces of a fault that the witness has found: it is not loaded", each.tag
+        )
+    return [each for each in found if each not in suspect]
 
 
 def _remove_damaged_records(folder: HostFolder) -> None:
@@ -87,7 +107,8 @@ def _complete(hosts: JobHosts, inventories: Sequence[Inventory]) -> tuple[list[F
                 problems.append(f"no host of this job holds {absent[0]}{more} of step {manifest.step} in memory")
                 continue
             about = storage.read(ABOUT_FILE, 0, min(storage.size_bytes(ABOUT_FILE) or 0, _ABOUT_BYTES))
-            found.append(FoundGeneration(number, manifest.step, parse_about(about, where=storage.where(ABOUT_FILE))))
+            tag, until = parse_about(about, where=storage.where(ABOUT_FILE)), passed_or_none(manifest.witness)
+            found.append(FoundGeneration(number, manifest.step, tag, until))
         except UnickptError as err:
             problems.append(str(err))
     return found, problems

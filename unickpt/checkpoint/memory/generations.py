@@ -15,6 +15,7 @@ from unickpt.checkpoint.format.file_names import MANIFEST_FILE
 
 if TYPE_CHECKING:  # which imports torch; a keeper needs none
     from unickpt.checkpoint.format.manifest import Manifest
+    from unickpt.checkpoint.format.witnessed import Passed
 
 ABOUT_FILE = "about.json"
 MOST_GENERATIONS, MOST_FILES = 64, 1 << 20  # of one host
@@ -83,12 +84,33 @@ def missing(number: int, manifest: Manifest, inventories: Sequence[Inventory]) -
     ]
 
 
-def kept(complete: Sequence[int], count: int) -> list[int]:
-    """Return which of the complete generations, newest first, stay while a new one is made.
+def kept(complete: Sequence[int], count: int, needed: int | None = None) -> list[int]:
+    """Return which of the complete generations, newest first, stay while a new one is made. At least the newest one stays.
 
-    ``count``: generations that a host may hold, including the new one. At least the newest one stays.
+    Args:
+        complete: numbers.
+        count: generations that a host may hold, including the new one.
+        needed: number of the one that the job goes back to after a fault that the witness finds. It stays in place of the
+            oldest, if that is not the newest as well.
     """
-    return list(complete[: max(count - 1, 1)])
+    found = list(complete[: max(count - 1, 1)])
+    if needed is not None and needed in complete and needed not in found and len(found) > 1:
+        found[-1] = needed
+    return found
+
+
+def passed_or_none(record: Passed | None) -> int:
+    """Return until which step the witness had passed at a save; -1 without one."""
+    return -1 if record is None else record.passed_until
+
+
+def passed(steps: Mapping[int, tuple[int, int]]) -> int | None:
+    """Return the newest of some generations that is not after the last step that the witness has passed; None without one.
+
+    ``steps``: of each generation the step, and the ``passed_or_none`` of its save.
+    """
+    until = max((passed_until for _, passed_until in steps.values()), default=-1)
+    return max(((step, number) for number, (step, _) in steps.items() if step <= until), default=(0, None))[1]
 
 
 def sources(host: int, hosts: int, replicas: int) -> list[int]:

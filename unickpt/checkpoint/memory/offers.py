@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 from unickpt.base.errors import UnickptError
 from unickpt.base.logs import logger
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
-from unickpt.checkpoint.format.witnessed import suspicion_in_memory
 from unickpt.checkpoint.load.checkpoint import Checkpoint
-from unickpt.checkpoint.load.resume import Offer
+from unickpt.checkpoint.load.resume import Offer, gone_back
 from unickpt.checkpoint.memory.host_folder import HostFolder, read_token
 from unickpt.checkpoint.memory.tier import MemoryLoad, MemoryTier, choose
 from unickpt.checkpoint.storage.base import join
-from unickpt.checkpoint.witness_faults import read_faults
 
 
 class MemoryOffers:
@@ -92,20 +90,7 @@ class MemoryResume:
             logger.warning("unickpt: in the memory of the hosts: %s", "; ".join(self.load.problems))
 
     def offers(self, disk: Callable[[], Offer], native_step: Callable[[], int]) -> MemoryOffers:
-        """Return the order in which checkpoints are tried, given those on disk (``MemoryOffers``). Used on the coordinator.
-
-        Generations that may have traces of a fault that the witness has found are left out.
-        """
-        try:
-            faults = read_faults(self.folder)
-        except UnickptError:
-            faults = ()  # the disk tells it, which is looked at next
-        suspect = [each for each in self.load.found if suspicion_in_memory(each.step, faults) is not None]
-        for each in suspect:
-            logger.warning(
-                "unickpt: %s in memory may have traces of a fault that the witness has found: it is not loaded", each.tag
-            )
-        self.load.found = [each for each in self.load.found if each not in suspect]
+        """Return the order in which checkpoints are tried, given those on disk (``MemoryOffers``). Used on the coordinator."""
         return MemoryOffers(self.load, self.folder, disk, native_step)
 
     def check(self, offer: Offer) -> None:
@@ -122,6 +107,8 @@ class MemoryResume:
         """Note which checkpoint was loaded, and its step. A job that continues gives up newer ones in memory."""
         if not self._continues or not self.tier.enabled:
             return
+        if self.exchange.rank == 0:
+            gone_back(self.folder)
         read = self.tier.loaded(self.folder, self.load, step, offer.generation)
         if read and self.exchange.rank == 0:
             logger.info("unickpt: %s was loaded from the memory of the hosts: rank 0 read %s", offer.directory, read)

@@ -11,7 +11,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from unickpt.base.errors import CoordinationError, StorageError, UnickptError
@@ -23,7 +23,15 @@ from unickpt.checkpoint.coordination.message_exchange import Message, MessageExc
 from unickpt.checkpoint.format.checksums import digest
 from unickpt.checkpoint.format.layout import RankFiles
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE, Manifest
-from unickpt.checkpoint.memory.generations import ABOUT_FILE, folder_of, kept, number_of, sources
+from unickpt.checkpoint.memory.generations import (
+    ABOUT_FILE,
+    folder_of,
+    kept,
+    number_of,
+    passed,
+    passed_or_none,
+    sources,
+)
 from unickpt.checkpoint.memory.host_folder import write_about
 from unickpt.checkpoint.memory.hosts import JobHosts
 from unickpt.checkpoint.memory.keeper_client import CopyOrder, KeeperClient, WantedFile
@@ -89,6 +97,7 @@ class MemorySaver(Saver):
         self._request: SaveRequest | None = None
         self._keep: list[int] = []
         self._safe: list[int] = []  # generations whose copies are complete, newest first; the one of rank 0 counts
+        self._steps: dict[int, tuple[int, int]] = {}  # on rank 0, of these: step, and what the witness had passed
         self._newest: _Generation | None = None  # not on disk
         self._warned: set[str] = set()
         self.confirmed = self.owed = 0
@@ -175,15 +184,25 @@ class MemorySaver(Saver):
     def plan(self) -> Message:
         """Return the number of the next generation, and those that stay meanwhile. Runs on rank 0."""
         self._last = max(time.time_ns(), self._last + 1)  # a clock may jump back, and that of another host may be behind
-        return {"number": self._last, "keep": kept(self._safe, self._memory.generations)}
+        steps = {number: self._steps[number] for number in self._safe if number in self._steps}
+        needed = passed(steps)
+        keep = kept(self._safe, self._memory.generations, needed)
+        if needed is not None and needed not in keep:
+            self._warn(
+                f"the checkpoint of step {steps[needed][0]}, which the witness has passed, does not stay in memory: after a "
+                "fault the job goes back to one on disk. memory.generations 3 keeps it"
+            )
+        self._steps = {number: steps[number] for number in keep if number in steps}
+        return {"number": self._last, "keep": keep}
 
-    def settle(self, complete: Sequence[int]) -> None:
+    def settle(self, complete: Mapping[int, tuple[int, int]]) -> None:
         """Note which generations of an earlier process stay.
 
         Args:
-            complete: numbers, newest first: the one that was loaded, and older ones.
+            complete: by number, newest first: the one that was loaded, and older ones. The step of each, and what the witness
+                had passed (``generations.passed_or_none``).
         """
-        self._safe = list(complete)
+        self._safe, self._steps = list(complete), dict(complete)
 
     def give_up_others(self) -> None:
         """Remove the generations of this host that do not stay. They would be loaded after the next restart."""
@@ -276,6 +295,8 @@ class MemorySaver(Saver):
                 )
                 self.confirmed = number_of(split(task.save.directory)[1]) or 0
                 self._safe = [self.confirmed, *self._keep]
+                if task.part.prepared is not None:
+                    self._steps[self.confirmed] = task.part.prepared.step, passed_or_none(task.part.prepared.witness)
             if self._copies > 1 and not problems:
                 logger.info(
                     "unickpt: %s copied to other hosts: %s bytes in %.2f s",

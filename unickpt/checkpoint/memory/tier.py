@@ -206,7 +206,10 @@ class MemoryTier:
             known.saver.on_disk(time.monotonic() - seconds)
 
     def look(self, save_dir: str, exchange: MessageExchange) -> MemoryLoad:
-        """Find the generations of a save directory. Every rank calls this before a load."""
+        """Find the generations of a save directory. Every rank calls this before a load.
+
+        Generations that may have traces of a fault that the witness has found are left out.
+        """
         save_dir = absolute(save_dir)
         exchange = exchange.separate("memory-look")
         known = self._folders.get(save_dir)
@@ -220,7 +223,7 @@ class MemoryTier:
                 hosts, MemorySaver(self._save_options, self.options, hosts, exchange, self._note)
             )
         if known.hosts is not None:
-            load.found, load.problems = find(known.hosts, exchange)
+            load.found, load.problems = find(known.hosts, exchange, save_dir)
         return load
 
     def check(self, save_dir: str, number: int) -> None:
@@ -282,8 +285,8 @@ class MemoryTier:
         known = self._folders.get(absolute(save_dir))
         self.opened = self.opened if number else None
         if known is not None and known.saver is not None:
-            older = [each.number for each in load.found if each.step < step]
-            known.saver.settle([number, *older] if number else older)
+            stay = [each for each in load.found if each.step < step or each.number == number]
+            known.saver.settle({each.number: (each.step, each.passed_until) for each in stay})
             known.saver.give_up_others()
         return "" if load.storage is None or not number else sources_read(load.storage)
 

@@ -68,7 +68,7 @@ def settings_from(options: WitnessOptions) -> Settings | None:
         ConfigError: there is no such check.
     """
     checks = tuple(filter(None, options.checks.split(",")))
-    return Settings(options.every, checks, batches=options.batches) if options.every else None
+    return Settings(options.every, checks, options.act, options.batches) if options.every else None
 
 
 def settings_of(section: Any) -> Settings | None:
