@@ -58,12 +58,14 @@ class Job:
     """One running model: ``chunks`` (a rank's pipeline chunks), ``optimizer``, and the next ``step``.
 
     ``groups``: make the process groups. False: the model is in those of an earlier job, beside its model.
+    ``bucket_size``: reduce gradients in buckets of about so many elements, while the backward pass goes on.
     """
 
     def __init__(
         self, layout: Layout, *, seed: int = 1, tied: bool = True, vocabulary: int = 96, width: int = 32, length: int = LENGTH,
         batch: int = BATCH, micro_batch: int = 1, lr: float = 1e-2, predictions: int = 0,
         frozen: Callable[[str], bool] | None = None, groups: bool = True, layers: int = LAYERS,
+        bucket_size: int | None = None,
     ) -> None:  # fmt: skip
         self.layout, self.layers, self.step = layout, layers, 0
         self.vocabulary, self.length, self.batch, self.predictions = vocabulary, length, batch, predictions
@@ -85,7 +87,10 @@ class Job:
         for name, parameter in (each for chunk in self.chunks for each in chunk.named_parameters()):
             parameter.requires_grad = frozen is None or not frozen(name)
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=layout.distributed, overlap_grad_reduce=False, bucket_size=None
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=layout.distributed,
+            overlap_grad_reduce=bucket_size is not None,
+            bucket_size=bucket_size,
         )
         self.chunks = [DistributedDataParallel(self.config, ddp, chunk) for chunk in self.chunks]
         low = layout.low

@@ -10,6 +10,7 @@ import torch
 from tests.support.converted import (
     ITERATION, assert_loaded, assert_same_hyperparameters_and_steps, assert_same_tensors, fixtures, opened,
 )  # fmt: skip
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
 
 pytest.importorskip("megatron.core")
@@ -60,3 +61,24 @@ def test_the_optimizers_buckets_are_refused(folder: Path, tmp_path: Path, capsys
     assert main(["convert", str(folder / f"{FLAT}-buckets" / ITERATION), str(tmp_path / "out")]) == 2
     assert "--dist-ckpt-optim-fully-reshardable" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_states_that_megatron_has_misplaced_are_left_out(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron's fully reshardable form has states of other elements after a padded bucket."""
+    assert main(["convert", str(folder / "padded"), str(tmp_path / "out")]) == 0
+    assert "is not near its master" in capsys.readouterr().out
+    found = Checkpoint.open(tmp_path / "out")
+    truth = torch.load(folder / "padded.truth")
+    assert {info.state for info in found.index.tensors if info.kind != "object"} == {"weight"}
+    assert {info.name for info in found.index.tensors if info.kind != "object"} == {
+        key.removeprefix("weight/") for key in truth if key.startswith("weight/")
+    }
+
+
+def test_the_truth_of_the_tests_has_states_where_they_belong(folder: Path) -> None:
+    truth = torch.load(folder / "padded.truth")
+    weights = {key: value for key, value in truth.items() if key.startswith("weight/")}
+    assert weights
+    assert all(torch.equal(value, truth[key.replace("weight/", "master/")].to(value.dtype)) for key, value in weights.items())

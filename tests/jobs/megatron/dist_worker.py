@@ -1,4 +1,7 @@
-"""Under torchrun: jobs saved by Megatron's own ``torch_dist``; see conversions.py. Also DIR/<layout>-buckets/iter_0000002."""
+"""Under torchrun: jobs saved by Megatron's own ``torch_dist``; see conversions.py. Also DIR/<layout>-buckets/iter_0000002.
+
+DIR/padded is a checkpoint of a job whose buckets are padded, which has states of other elements.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.transformer.enums import AttnBackend
 
+from megatron_unickpt.testing.layouts import Layout
+from megatron_unickpt.testing.truth import consolidated
 from tests.jobs.megatron.conversions import iteration, main
 
 
@@ -62,5 +67,15 @@ def save(job: Job, place: Path) -> None:
         native(job, iteration(place.with_name(f"{place.name}-buckets")), "dp_reshardable")
 
 
+def with_padding(folder: Path) -> None:
+    """Save a job whose buckets are padded in Megatron's form, as DIR/padded, with its state in DIR/padded.truth."""
+    job = Job(Layout(dp=4), bucket_size=1000)
+    job.train(1)
+    native(job, folder / "padded", "fully_reshardable")
+    held = consolidated(job, folder / "scratch")
+    if dist.get_rank() == 0:
+        torch.save(held, folder / "padded.truth")
+
+
 if __name__ == "__main__":
-    main(save)
+    main(save, with_padding)

@@ -92,6 +92,20 @@ class Network:
         """Mend the link of a host."""
         _run("ip", "link", "set", self._outside(name), "up")
 
+    def divide(self, names: Sequence[str]) -> None:
+        """Let these hosts reach each other alone. No side is told."""
+        other = f"{self._switch}b"
+        _run("ip", "link", "add", other, "type", "bridge")
+        _run("ip", "link", "set", other, "up")
+        for name in names:
+            _run("ip", "link", "set", self._outside(name), "master", other)
+
+    def unite(self, names: Sequence[str]) -> None:
+        """Let these hosts reach all others again, after ``divide``."""
+        for name in names:
+            _run("ip", "link", "set", self._outside(name), "master", self._switch)
+        _run("ip", "link", "del", f"{self._switch}b")
+
     def slow(self, name: str, megabits: float) -> None:
         """Limit the link of a host to a rate in both directions, in megabits per second; 0: no limit."""
         for place, link in (((), self._outside(name)), (("-n", self.namespace(name)), LINK)):
@@ -104,7 +118,8 @@ class Network:
         """Remove all hosts and the switch."""
         for name in self._places:
             self.remove(name)
-        subprocess.run(["ip", "link", "del", self._switch], capture_output=True, check=False)
+        for switch in (self._switch, f"{self._switch}b"):
+            subprocess.run(["ip", "link", "del", switch], capture_output=True, check=False)
 
     def _outside(self, name: str) -> str:
         return f"uv{self._tag}{name}"

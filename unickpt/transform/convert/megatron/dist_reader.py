@@ -36,7 +36,7 @@ from unickpt.transform.convert.pickles.plain_values import members
 from unickpt.transform.convert.pickles.regular_files import read_json
 from unickpt.transform.convert.pickles.safe_pickle import load
 from unickpt.transform.convert.pipeline import Source
-from unickpt.transform.convert.torch_dcp.files import METADATA, DcpTable, StoredTensor, portions_of
+from unickpt.transform.convert.torch_dcp.files import METADATA, DcpTable, StoredTensor, is_far, portions_of
 
 CONFIG, COMMON = "metadata.json", "common.pt"
 _BUCKETS = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(gbuf_idx_\d+\.)?")
@@ -91,6 +91,10 @@ class _TorchDistReader:
 
     def source(self) -> Source:
         named = self._named()
+        misplaced = self._misplaced(named)
+        if misplaced:
+            self.left_out.append(misplaced)
+            named = {key: stored for key, stored in named.items() if key[1] == WEIGHT}
         trained = list(dict.fromkeys(name for name, state in named if state != WEIGHT))
         tensors = list(self._tensors(named, trained))
         portions, empty = portions_of(tensors)
@@ -111,6 +115,24 @@ class _TorchDistReader:
                 raise FormatError(f"{self.folder}: {key} and {found[name].name} differ, but both are {name[1]} of {name[0]}")
             found[name] = stored
         return found
+
+    def _misplaced(self, named: Mapping[tuple[str, str], StoredTensor]) -> str:
+        """Return why the states of the optimizer are those of other elements, by a sample of the masters; '' if they are not.
+
+        The form ``fully_reshardable`` gathers the buckets of a buffer without their padding
+        (``get_parameter_state_dp_zero``), and takes each parameter from where it is with the padding
+        (``sharded_param_state_fully_reshardable`` of optimizer/distrib_optimizer.py, 0.16.1).
+        """
+        for (name, state), master in named.items():
+            weight = named.get((name, WEIGHT))
+            if state == MASTER and weight is not None and weight.shape == master.shape and is_far(weight, master):
+                return (
+                    f"states of the optimizer: {name} is not near its master, so they are those of other elements. Megatron "
+                    "misplaces and loses states in this form if buckets of gradients are padded (--overlap-grad-reduce, or "
+                    "tied embeddings and several stages, with a number of data parallel ranks that is no power of two, or with "
+                    "small layers). Save with --ckpt-format unickpt, or in the form dp_reshardable"
+                )
+        return ""
 
     def _tensors(
         self, named: Mapping[tuple[str, str], StoredTensor], trained: Sequence[str]

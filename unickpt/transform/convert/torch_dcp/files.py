@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from unickpt.base.errors import FormatError
-from unickpt.checkpoint.format.boxes import Box, find_overlap
+from unickpt.checkpoint.format.boxes import Box, find_overlap, split_flat_range
 from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import MAX_NDIM, TensorInfo
 from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
@@ -28,6 +29,7 @@ from unickpt.transform.convert.readings import InPlace, Reading, Regions
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 1 << 30
 MAX_OBJECT_BYTES = 1 << 30
+_SAMPLE, _FAR = 1024, 0.25
 _PARTS_OF_A_METADATA = "torch.distributed.checkpoint.metadata."
 
 
@@ -302,6 +304,24 @@ def portions_of(
             parts[chunk.place.relative].append(SourcePart(info, chunk.box, chunk, unless))
     portions = [Portion(name.replace("/", "-"), parts[name], sorted(inputs[name])) for name in sorted(parts)]
     return portions, empty
+
+
+def is_far(weight: StoredTensor, master: StoredTensor) -> bool:
+    """Return whether most elements of a weight are not near those of another tensor of its shape, by a sample of them.
+
+    Rounding, also that of fp8, sets two numbers apart by less than a quarter of the larger one.
+    """
+    origins = _Origins(master)
+    far = seen = 0
+    for chunk in dict.fromkeys((*weight.chunks[:1], *weight.chunks[-1:])):
+        n = chunk.box.numel
+        for lo, hi in ((0, min(n, _SAMPLE)), (max(n - _SAMPLE, 0), n)):
+            for part in split_flat_range(chunk.box.shape, lo, hi):
+                box = Box(tuple(map(add, chunk.box.start, part.start)), part.shape)
+                one, other = chunk(box).float(), origins.within(box)[0](box).float()
+                far += int(((one - other).abs() > _FAR * one.abs().maximum(other.abs())).sum())
+                seen += box.numel
+    return 2 * far > seen
 
 
 class _Origins:
