@@ -29,7 +29,7 @@ from tests.jobs.steering.namespaces import Network
 HEAD, SECTION = "# Sixty-four ranks\n", "steering"
 KEPT = Path("results/sixty-four-steering.jsonl")
 HOSTS, RANKS, FEWEST = 16, 4, 4  # hosts, ranks of each, and the fewest hosts that may work
-CONF = "out_seconds=40,longest_out_seconds=40,retries=50"
+CONF = "out_seconds=20,longest_out_seconds=20,retries=50"
 LIMIT_S, STILL_S = 180.0, 12.0
 
 
@@ -198,12 +198,12 @@ def _upgrade(job: Fleet, _: random.Random) -> tuple[float | None, float | None]:
 
 FAULTS: dict[str, tuple[str, Fault]] = {
     "cold": ("16 hosts start at once", _cold),
+    "upgrade": ("each host is told to end and starts again, one after another", _upgrade),
     "dark": ("a host loses its power", _dark),
     "rack": ("four hosts lose their power at once, rank 0's among them", _rack),
     "most": ("12 of 16 lose their power, and return together", _most),
     "flap": ("the link of a host fails three times", _flap),
     "divided": ("8 hosts cannot reach the other 8, for 25 s", _divided),
-    "upgrade": ("each host is told to end and starts again, one after another", _upgrade),
 }
 
 

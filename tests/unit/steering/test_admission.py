@@ -15,7 +15,7 @@ from unickpt.base.errors import UnickptError
 from unickpt.base.round_folder import RINGS, RINGS_JOB, note_commit, note_saver, read_commits
 from unickpt.steering.state.hosts import host_rows
 from unickpt.steering.state.limits import Limits
-from unickpt.steering.state.membership import Committed, JobPhase, Membership, Tick
+from unickpt.steering.state.membership import Committed, JobPhase, Left, Membership, Tick
 
 
 def job(hosts: int = 2, **limits: object) -> Membership:
@@ -90,6 +90,15 @@ def test_a_host_that_comes_and_goes_waits_twice_as_long_each_time_but_a_round_wi
         assert len(gathering.round.members) == 2
     assert waits == [0, 0, 100, 200, 350, 350]
     assert reason(alone, "h2", 50.0) == "has left the job 5 times: waits for 350 s"
+
+
+@pytest.mark.parametrize(("lasted_s", "left"), [(3599.0, {"h1": 3, "h2": 5, "h3": 2}), (3600.0, {"h2": 1, "h3": 2})])
+def test_a_long_round_forgets_how_often_its_members_had_left_before(lasted_s: float, left: dict[str, int]) -> None:
+    """A host that is upgraded once a month does not come and go."""
+    state = replace(job(2, longest_out_s=3600.0), losses={"h1": 3, "h2": 4, "h3": 2})
+    state = run(alive(state, lasted_s), Left("h2", "1"), now_s=lasted_s)
+    assert state.phase is JobPhase.GATHERING
+    assert state.losses == left
 
 
 def test_workers_note_their_commits_and_other_jobs_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

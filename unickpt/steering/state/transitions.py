@@ -375,7 +375,16 @@ def _took_over(state: Membership, event: TookOver, now_s: float) -> Membership:
 
 def _gather(state: Membership, ending: Ending, reason: str, now_s: float) -> Membership:
     """End the round. Members whose workers have not started stay arrived."""
+    if state.round is not None and now_s - state.round.since_s >= state.limits.longest_out_s:
+        state = replace(state, losses=_since_a_long_round(state, state.round))
     return replace(state, phase=JobPhase.GATHERING, gathering_s=now_s, reason=reason, ending=ending)
+
+
+def _since_a_long_round(state: Membership, round_: Round) -> dict[str, int]:
+    """Return how often hosts have left, without what members did before a long round: 1 for those that have left it."""
+    here = {name for name, _ in round_.members}
+    others = {name: count for name, count in state.losses.items() if name not in here}
+    return others | {name: 1 for name in here if name in state.losses and name not in state.hosts}
 
 
 def _settled(state: Membership, now_s: float) -> Membership:
