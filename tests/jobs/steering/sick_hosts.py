@@ -73,8 +73,9 @@ def sound(folder: Path, framework: str, at: int) -> Weights:
     """
     for last in filter(None, (at, STEPS)):
         fork_ranks(
-            len(HOSTS), "tests.jobs.steering.witness_worker", str(folder), str(last), framework, timeout_s=240, folder=REPO
-        )
+            len(HOSTS), "tests.jobs.steering.witness_worker", str(folder), str(last), framework, timeout_s=240, folder=REPO,
+            framework="" if framework == "torch" else framework,
+        )  # fmt: skip
     found: Weights = torch.load(folder / "final.pt")
     return found
 

@@ -17,6 +17,8 @@ from tests.support.trainer_folders import made
 from unickpt.base.errors import CorruptCheckpointError
 from unickpt.checkpoint.format import manifest as manifest_module
 from unickpt.checkpoint.format.checksums import digest
+from unickpt.checkpoint.format.witnessed import WitnessFault
+from unickpt.checkpoint.witness_faults import add_fault
 
 
 def cut(path: Path) -> None:
@@ -43,6 +45,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
             bytes((d / "global_step10/index.safetensors").stat().st_size)
         ),
         "the index is damaged",
+    ),
+    "the witness has found a fault": (
+        lambda d: add_fault(d, WitnessFault(0, 10, "SDC_COMPUTE")),
+        "may have traces of a fault after step 0: SDC_COMPUTE",
     ),
     "damage found while reading": (lambda d: note_damage(str(d), "rank 1: a checksum"), "found damaged before: rank 1"),
 }
