@@ -16,6 +16,7 @@ from tests.jobs.deepspeed.jobs import BATCH, move
 from tests.jobs.deepspeed.model import VOCABULARY, batch
 from tests.jobs.deepspeed.truth import Truth
 
+TIED = "tied_modules."  # begins the names of tied layers of a pipeline
 MICRO = 2  # rows of a micro-batch
 STATES = ("exp_avg", "exp_avg_sq")
 
@@ -95,11 +96,16 @@ def of_all_ranks(own: Any) -> list[Any]:
 
 
 def merged(states: list[Truth]) -> Truth:
-    """Return the state of several ranks. Checks that what more than one of them has is equal."""
+    """Return the state of several ranks. Checks that what more than one of them has is equal.
+
+    Stages of a pipeline sum the gradients of a tied layer in another order if there are many data-parallel ranks, so their
+    copies differ by rounding. The first one counts, as in a checkpoint.
+    """
     found: Truth = {}
     for rank, state in enumerate(states):
         for key, value in state.items():
             before = found.setdefault(key, value)
             equal = torch.equal(before, value) if isinstance(value, torch.Tensor) else before == value
-            assert equal, f"rank {rank} has another {key}"
+            tied = TIED in key and isinstance(value, torch.Tensor)
+            assert equal or (tied and torch.allclose(before, value, rtol=1e-5, atol=1e-8)), f"rank {rank} has another {key}"
     return found
