@@ -79,7 +79,13 @@ def run(framework: str, sick: Sickness, reference: dict[tuple[str, int], Weights
 
 def wanted(frameworks: Sequence[str], count: int, done: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, bool, int]]:
     """Yield framework, kind, whether it is transient, and number of the runs that are not done, those of all kinds in turn."""
-    cases = [(name, kind, transient) for name in frameworks for kind in KINDS[name] for transient in (False, True)]
+    cases = [
+        (name, kind, transient)
+        for transient in (False, True)
+        for kind in VERDICTS
+        for name in frameworks
+        if kind in KINDS[name]
+    ]
     made = {case: sum((each["framework"], each["kind"], each["transient"]) == case for each in done) for case in cases}
     for number in range(count):
         for case in cases:
@@ -90,7 +96,7 @@ def wanted(frameworks: Sequence[str], count: int, done: Sequence[Mapping[str, An
 def table(done: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the lines of the table of all runs."""
     lines = [
-        "| job | fault | runs | host out, resumed before the fault, equal in the end | otherwise |",
+        "| job | fault | runs | right | otherwise |",
         "|---|---|---|---|---|",
     ]
     for framework, title in TITLES.items():
