@@ -157,7 +157,11 @@ def _of_page(data: dict[str, Any], *, memory: bool) -> list[Any]:
 
 
 def _unavailable(found: list[Any]) -> list[str]:
-    return list(dict.fromkeys(line for each in found for line in each.get("unavailable", {}).values()))
+    layouts: dict[str, list[str]] = {}
+    for each in found:
+        for line in each.get("unavailable", {}).values():
+            layouts.setdefault(line, []).append(each["title"])
+    return [f"{line} So it was with {'; '.join(titles)}." for line, titles in layouts.items()]
 
 
 def about() -> dict[str, Any]:

@@ -32,7 +32,7 @@ def test_a_goal_is_reached_or_missed_in_the_median_round() -> None:
     lines = goals_table(
         [RESULT, {**RESULT, "title": "slow", "seconds": {**RESULT["seconds"], "unickpt stall": [1.0, 1.1, 1.1]}}]
     )
-    assert "| stall at most 1.15 memory copies plus 5 ms | 1 of 2 layouts | two ranks: 1.500 s; the goal is 1.155 s |" in lines
+    assert "| stall at most 1.15 memory copies plus 5 ms | 1 of 2 layouts | two ranks: 1.04 times the goal (1.500 s) |" in lines
     crowded = {**RESULT, "ranks": 4, "cores": 2}
     assert "stall" not in goals_table([crowded])
     assert "| 0 of 1 layouts |" in goals_table([crowded, {**RESULT, "ranks": 2, "cores": 2}])
