@@ -32,7 +32,9 @@ from unickpt.training.witness.held import Stepped
 from unickpt.training.witness.recalling import Recalled
 from unickpt.training.witness.recomputing import Recomputed, Selves
 from unickpt.training.witness.repeating import Tap
-from unickpt.training.witness.settings import BUDDY, NONFINITE, SELF, Settings, settings_from
+from unickpt.training.witness.settings import BUDDY, NONFINITE, SELF, UPDATE, Settings, settings_from
+from unickpt.training.witness.updating import Range, StepTap, unsuited
+from unickpt.training.witness.vote import Kind
 from unickpt.training.witness.watching import Watched, Watching, seeing
 
 Held = Callable[[], list[Stepped]]
@@ -150,7 +152,38 @@ def _beginning(
     if counters and tap is not None:
         causes = Causes(Recalled(tap), counters[0], job, partial(_folders, settings.batches))
     selves = Selves(Recomputed([engine.module], plain=internals.plain), job) if SELF in checks else None
-    return EngineWitness(Watching(settings.every, checks, [watched], job, counters, buddies, causes, selves), watched)
+    updates = None
+    if UPDATE in checks and (updates := _updates(engine, job)) is None:
+        checks.discard(UPDATE)
+    watching = Watching(settings.every, checks, [watched], job, counters, buddies, causes, selves, updates)
+    return EngineWitness(watching, watched)
+
+
+def _updates(engine: Any, job: Ranks) -> Buddies[StepTap] | None:
+    """Return what repeats steps on the partitions of ZeRO; None, with a warning, if nothing can."""
+    view = EngineView(engine, KnownNames(), partitions.KnownRanges())
+    base = view.base
+    why = "there is no optimizer" if base is None else unsuited(base)
+    if len(job.ranks) == 1 or all(part.replicated for part in view.parts):
+        why = "it needs ZeRO on several ranks. Copies are compared by replicas"
+    elif any(part.stepped_by is not None for part in view.parts):
+        why = "another optimizer steps on some partitions"
+    if why or base is None:
+        if job.leads:
+            logger.warning("unickpt: witness: there is no check update: %s", why)
+        return None
+    names, ranges, known = KnownNames(), partitions.KnownRanges(), weakref.ref(engine)
+    return Buddies(StepTap(base, lambda: _ranges(EngineView(known(), names, ranges)), job.rank), job, Kind.SDC_UPDATE)
+
+
+def _ranges(view: EngineView) -> list[Range]:
+    parts = [part for part in view.parts if not part.replicated]
+    return [
+        Range(part.master, view.names.name(piece.parameter), piece.at, piece.at + piece.hi - piece.lo)
+        for part in parts
+        for piece in part.pieces
+        if piece.hi > piece.lo
+    ]
 
 
 def _folders(named: str) -> list[str]:

@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 3 -m evidence.deepspeed.witness flips [--count 300] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.deepspeed.witness nan [--count 25] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.deepspeed.witness twice [--count 100] [--seed 1]
+torchrun --nproc-per-node 3 -m evidence.deepspeed.witness update [--count 100] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.deepspeed.witness sound [--count 1000]
 
 Each prints the rows of a table of ``docs/evidence/witness.md`` on rank 0.
@@ -26,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_unickpt.edge import RUNTIME
 from ds_unickpt.witnessing.watch import EngineWitness
-from evidence import nans, twice
+from evidence import nans, steps, twice
 from evidence.flips import Places, arguments, equal, flips, row
 from unickpt.testing.launch import leave
 from unickpt.training.witness.watching import Watching
@@ -195,14 +196,14 @@ def _moments(optimizer: Any, stepped: torch.Tensor) -> dict[str, torch.Tensor]:
 def sound(stage: int, precision: str, count: int) -> str:
     """Train with and without a witness. Return what it found, and whether memory is equal."""
     ends, verdicts, skipped = [], 0, 0
-    checks = ["rest", "replicas", "nonfinite", "self", *["buddy"] * (stage < 3)]
+    checks = ["rest", "replicas", "nonfinite", "self", *["buddy"] * (stage < 3), *["update"] * (stage > 0)]
     for witness in (None, {"every": 1, "checks": checks}):
         job = Job(stage, precision, witness, accumulation=2)
         for _ in range(count):
             job.step()
         verdicts += 0 if witness is None else len(job.watching.verdicts)
         skipped = int(job.engine.skipped_steps)
-        passed = "" if witness is None else str(job.watching.passed().passed_until)
+        passed = "" if witness is None else str(job.watching.passed()[0])
         ends.append({key: tensor.clone() for key, tensor in job.places().items()})
     return (
         f"{count} steps, of which {skipped} left out; verdicts {verdicts}; passed until {passed}; "
@@ -211,14 +212,15 @@ def sound(stage: int, precision: str, count: int) -> str:
 
 
 def main() -> None:
-    given = arguments("flips and sound steps of DeepSpeed", "nan", "twice")
+    given = arguments("flips and sound steps of DeepSpeed", "nan", "twice", "update")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     deepspeed.init_distributed("gloo", verbose=False)
     logging.getLogger("unickpt").setLevel(logging.CRITICAL)
     for stage, precision in [*LAYOUTS, *([(1, "fp16"), (0, "fp16")] if given.what == "sound" else [])]:
         name = f"ZeRO-{stage}, {precision}"
-        if given.only in name and not (given.what == "nan" and (stage == 3 or precision != "fp32")):
+        left_out = (given.what == "nan" and (stage == 3 or precision != "fp32")) or (given.what == "update" and stage == 0)
+        if given.only in name and not left_out:
             row(name, _found(stage, precision, given))
     leave()
 
@@ -229,6 +231,9 @@ def _found(stage: int, precision: str, given: argparse.Namespace) -> Any:
     if given.what == "twice":
         both = (TwiceJob(stage, precision, own) for own in (False, True))
         return sum((twice.twice(job, given.count, given.seed) for job in both), Counter())
+    if given.what == "update":
+        job = Job(stage, precision, {"every": 1, "checks": ["update"]})
+        return steps.steps(job, job.engine.optimizer.optimizer, given.count, given.seed)
     if given.what == "nan":
         with tempfile.TemporaryDirectory() as folder:
             return nans.nans(NanJob(stage, precision, folder), given.count, given.seed)

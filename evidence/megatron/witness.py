@@ -101,7 +101,7 @@ def sound(layout: Layout, count: int) -> str:
         for _ in range(count):
             job.step()
         verdicts += 0 if checks is None else len(job.watching.verdicts)
-        passed = "" if checks is None else str(job.watching.passed().passed_until)
+        passed = "" if checks is None else str(job.watching.passed()[0])
         ends.append({key: tensor.clone() for key, tensor in job.places().items()})
     return f"{count} steps; verdicts {verdicts}; passed until {passed}; memory equal: {equal(ends[1], ends[0])}"
 

@@ -4,6 +4,7 @@ torchrun --nproc-per-node 3 -m evidence.torch.witness flips [--count 300] [--see
 torchrun --nproc-per-node 3 -m evidence.torch.witness compute [--count 300] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.torch.witness nan [--count 100] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.torch.witness twice [--count 100] [--seed 1]
+torchrun --nproc-per-node 3 -m evidence.torch.witness update [--count 100] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.torch.witness sound [--count 5000]
 torchrun --nproc-per-node 2 -m evidence.torch.witness cost [--count 100]
 
@@ -31,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import torch_unickpt
-from evidence import nans, twice
+from evidence import nans, steps, twice
 from evidence.flips import Places
 from unickpt.training.witness.vote import Kind, Verdict
 from unickpt.training.witness.watching import Watching
@@ -200,7 +201,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def sound(kind: str, dtype: torch.dtype, count: int) -> tuple[int, bool]:
     """Return how many verdicts sound steps have, and whether the weights are those of a training without a witness."""
     ends, verdicts = [], 0
-    for options in (None, {"every": 1, "checks": ["rest", "replicas", "nonfinite", *["buddy"] * (kind == "ddp")]}):
+    for options in (None, {"every": 1, "checks": ["rest", "replicas", "nonfinite", "buddy" if kind == "ddp" else "update"]}):
         job = Job(kind, dtype)
         watching = torch_unickpt.witness(job.model, job.optimizer, options)
         for at in range(count):
@@ -293,9 +294,25 @@ class TwiceJob:
         self.optimizer.zero_grad()
 
 
+class StepJob(Job):
+    """A training with FSDP2 whose optimizer may step wrongly."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__("fsdp", dtype)
+        self.witness = torch_unickpt.witness(self.model, self.optimizer, {"every": 1, "checks": ["update"]})
+
+    @property
+    def watching(self) -> Watching:
+        assert self.witness._watching is not None
+        return self.witness._watching
+
+    def places(self) -> Places:
+        return self.tensors()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("flips", "compute", "nan", "twice", "sound", "cost"))
+    parser.add_argument("what", choices=("flips", "compute", "nan", "twice", "update", "sound", "cost"))
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
@@ -313,6 +330,9 @@ def main() -> None:
             row = str(sorted(flips(kind, dtype, given.count, given.seed).items()))
         elif given.what == "compute" and kind == "ddp":
             row = str(sorted(compute(dtype, given.count, given.seed).items()))
+        elif given.what == "update" and kind == "fsdp":
+            job = StepJob(dtype)
+            row = str(sorted(steps.steps(job, job.optimizer, given.count, given.seed).items()))
         elif given.what == "twice":
             counts = sum(
                 (twice.twice(TwiceJob(kind, dtype, each), given.count, given.seed) for each in (False, True)), Counter()

@@ -26,7 +26,7 @@ from unickpt.training.witness.agreeing import Ranks, circles
 from unickpt.training.witness.counting import Counters, all_finite
 from unickpt.training.witness.held import Stepped
 from unickpt.training.witness.recomputing import Recomputed, Selves
-from unickpt.training.witness.settings import BUDDY, NONFINITE, SELF, Settings, settings_of
+from unickpt.training.witness.settings import BUDDY, NONFINITE, SELF, UPDATE, Settings, settings_of
 from unickpt.training.witness.watching import Watched, Watching, seeing
 
 
@@ -137,10 +137,10 @@ def _made(chunks: Sequence[torch.nn.Module], optimizer: Any, settings: Settings,
     checks = seeing(settings.checks, [watched], job)
 
     def made() -> OptimizerWitness:
-        if BUDDY in checks:
-            checks.discard(BUDDY)
+        for check in sorted({BUDDY, UPDATE} & checks):
+            checks.discard(check)
             if job.leads:
-                logger.warning("unickpt: witness: there is no check buddy for Megatron")
+                logger.warning("unickpt: witness: there is no check %s for Megatron", check)
         counters = _counters(chunks) if NONFINITE in checks else []
         late = weights_follow_late(optimizer)
         selves = Selves(Recomputed([unwrapped(each) for each in chunks]), job) if SELF in checks else None

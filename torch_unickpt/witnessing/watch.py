@@ -24,10 +24,13 @@ from unickpt.training.witness.agreeing import Ranks, meet
 from unickpt.training.witness.buddies import Buddies
 from unickpt.training.witness.causes import Causes
 from unickpt.training.witness.counting import Counters, all_finite
+from unickpt.training.witness.held import local
 from unickpt.training.witness.recalling import Recalled
 from unickpt.training.witness.recomputing import Recomputed, Selves
 from unickpt.training.witness.repeating import Tap
-from unickpt.training.witness.settings import BUDDY, NONFINITE, SELF, settings_of
+from unickpt.training.witness.settings import BUDDY, NONFINITE, SELF, UPDATE, settings_of
+from unickpt.training.witness.updating import Range, StepTap, unsuited
+from unickpt.training.witness.vote import Kind
 from unickpt.training.witness.watching import Watched, Watching, seeing
 
 
@@ -45,8 +48,8 @@ def witness(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any] |
     Args:
         model: as the program calls it: plain, ``DistributedDataParallel``, ``fully_shard`` (FSDP2, HSDP).
         optimizer: one of ``torch.optim``, or several of them. All ranks make the same steps.
-        options: ``{"every": 50, "checks": ["rest", "replicas", "nonfinite"]}``, or a part of it; there are also ``buddy``
-            and ``self``, ``"act": true`` and ``"batches": FOLDER``. None: nothing is watched.
+        options: ``{"every": 50, "checks": ["rest", "replicas", "nonfinite"]}``, or a part of it; there are also ``buddy``,
+            ``self`` and ``update``, ``"act": true`` and ``"batches": FOLDER``. None: nothing is watched.
         step: optimizer steps done.
 
     Returns:
@@ -84,7 +87,10 @@ def witness(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any] |
     if counters and tap is not None:
         causes = Causes(Recalled(tap), counters[0], ranks, partial(_folders, model, settings.batches))
     selves = Selves(Recomputed([without_ddp(model)], plain=plain), ranks) if SELF in checks else None
-    watching = Watching(settings.every, checks, watched, ranks, counters, of_buddies, causes, selves)
+    updates = _updates(optimizers, held, ranks) if UPDATE in checks else None
+    if updates is None:
+        checks.discard(UPDATE)
+    watching = Watching(settings.every, checks, watched, ranks, counters, of_buddies, causes, selves, updates)
     recorded = Recorded(watching, RUNTIME.folders(model))
     if settings.act:
         recorded.may_act()
@@ -102,6 +108,26 @@ def _tap(model: torch.nn.Module, held: Sequence[Sequence[Held]], ranks: Ranks) -
     if not whole or len(held) != 1 or not trained or any(map(is_dtensor, trained.values())):
         return None
     return Tap(without_ddp(model), trained)
+
+
+def _updates(
+    optimizers: Sequence[torch.optim.Optimizer], held: Sequence[Sequence[Held]], ranks: Ranks
+) -> Buddies[StepTap] | None:
+    """Return what repeats steps of the optimizer on parameters without copies; None, with a warning, if nothing can."""
+    alone = [each for each in held[0] if not each.stepped.ranks]
+    no_copies = not bool((ranks.gather(torch.tensor([len(alone)])) == 0).any())
+    why = next(filter(None, map(unsuited, optimizers)), "")
+    if len(optimizers) > 1:
+        why = "there are several optimizers"
+    elif len(ranks.ranks) == 1 or not no_copies:
+        why = "it needs FSDP2 on several ranks. Copies are compared by replicas"
+    if why:
+        if ranks.leads:
+            logger.warning("unickpt: witness: there is no check update: %s", why)
+        return None
+    ranges = [Range(each.parameter, each.stepped.name, 0, local(each.parameter).numel()) for each in alone]
+    chosen = [each for each in ranges if each.hi]
+    return Buddies(StepTap(optimizers[0], lambda: chosen, ranks.rank), ranks, Kind.SDC_UPDATE)
 
 
 def _folders(model: torch.nn.Module, named: str) -> list[str]:

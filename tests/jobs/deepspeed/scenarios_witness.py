@@ -155,3 +155,29 @@ def checkpoints_say_what_has_passed_and_a_job_goes_back_behind_a_fault(folder: P
     dist.barrier()
     newest = manifests_in(place)[0][1]
     assert (newest.step, newest.witness) == (4, Passed(3, checks, faults=1))
+
+
+@scenario(2)
+def a_wrong_step_on_a_partition_is_named(folder: Path) -> None:
+    for layout in some((here(1, "bf16"), here(3), here(2), here(1, "bf16o"), here(3, "bf16")), 2):
+        engine = build(layout, seed=1, unickpt={**ON, "witness": {"every": 1, "checks": ["update"]}})
+        steps = [0]
+
+        def wrong(optimizer: Any, _args: Any, _kwargs: Any, steps: list[int] = steps) -> None:
+            steps[0] += 1
+            if steps[0] == 100 and dist.get_rank() == 1:
+                for group in optimizer.param_groups:
+                    for each in group["params"]:
+                        each.data.view(torch.int32).view(-1).bitwise_xor_(1 << 3)
+
+        base = engine.optimizer.optimizer
+        base.register_step_post_hook(wrong)
+        base._optimizer_step_post_hooks.move_to_end(next(reversed(base._optimizer_step_post_hooks)), last=False)
+        train(engine, 2)
+        assert _told(engine) == []
+        assert ds_unickpt.witness_of(engine).passed == Passed(2, ("update",)), layout
+        steps[0] = 99
+        train(engine, 1)
+        ((kind, what, ranks),) = _told(engine)
+        assert (kind, ranks) == (Kind.NO_MAJORITY, (0, 1)), layout
+        assert what in dict(engine.module.named_parameters())

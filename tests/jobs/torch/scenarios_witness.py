@@ -413,3 +413,41 @@ def what_the_backward_pass_computes_again_is_equal_or_named(folder: Path) -> Non
         assert told(watching) == named, (kind, told(watching))  # the layer after the fault
         assert watching.passed == Passed(2, ("self",))
         watching.close()
+
+
+def _updated(options: dict[str, Any] | None, wrong: tuple[int, int] | None = None) -> tuple[list[torch.Tensor], Any]:
+    """Train shards. ``wrong``: step and rank that computes the step of the optimizer wrongly, in all parameters."""
+    torch.manual_seed(3)
+    model: Any = fully_shard(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 16)))
+    optimizer, steps = torch.optim.AdamW(model.parameters(), lr=0.01), [0]
+
+    def stepped(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        steps[0] += 1
+        if wrong == (steps[0], dist.get_rank()):
+            for parameter in model.parameters():
+                flip(parameter, bit=3)
+
+    optimizer.register_step_post_hook(stepped)
+    watching = torch_unickpt.witness(model, optimizer, options)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(6):
+        model(torch.randn(3, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [each.detach().to_local() for each in model.parameters()], watching
+
+
+@scenario(2, 4)
+def a_wrong_step_of_the_optimizer_is_named(folder: Path) -> None:
+    expected, _ = _updated(None)
+    found, watching = _updated({"every": 2, "checks": ["update", "rest"]})
+    assert all(map(torch.equal, expected, found))
+    assert (watching.verdicts, watching.passed) == ([], Passed(4, ("rest", "update")))
+    watching.close()
+    _, watching = _updated({"every": 2, "checks": ["update"]}, wrong=(4, 1))
+    (each,) = told(watching)
+    assert each[1] in ("0.weight", "0.bias", "2.weight", "2.bias")
+    named = (Kind.SDC_UPDATE, (1,)) if dist.get_world_size() > 2 else (Kind.NO_MAJORITY, (0, 1))
+    assert (each[0], each[2], each[3]) == (named[0], 4, named[1])
+    assert watching.passed == Passed(2, ("update",))
+    watching.close()

@@ -55,15 +55,17 @@ class _Recording:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A micro-batch, to be repeated.
+    """A micro-batch, or a step of an optimizer, to be repeated.
 
     Attributes:
         data: input, random state, buffers and gradients of the output. From a rank of this job: it holds pickles.
         values: hash of the output, and of the gradient of each parameter, which is 0 if there is none.
+        what: name of what is repeated; '' where each value has a name.
     """
 
     data: bytes
     values: tuple[int, ...]
+    what: str = ""
 
 
 class Tap:
@@ -158,13 +160,8 @@ class Tap:
         return torch.is_autocast_enabled(self._device.type), torch.get_autocast_dtype(self._device.type)
 
     def loaded(self, data: bytes) -> Any:
-        """Return what ``torch.save`` has written, on this rank's device. It comes from a rank of this job: it holds pickles."""
-        here = self._device
-
-        def place(storage: Any, location: str) -> Any:
-            return storage.to(device=here) if here.type != "cpu" and location != "cpu" else storage
-
-        return torch.load(io.BytesIO(data), map_location=place, weights_only=False)
+        """Return what ``torch.save`` has written, on this rank's device."""
+        return loaded(data, self._device)
 
     def random(self) -> list[torch.Tensor]:
         """Return the states of torch's random generators."""
@@ -231,6 +228,15 @@ class Tap:
 def _given(gradient: torch.Tensor, _computed: torch.Tensor) -> torch.Tensor:
     """Replace the gradient of an output by the recorded one, which has also what comes from other outputs."""
     return gradient
+
+
+def loaded(data: bytes, here: torch.device) -> Any:
+    """Return what ``torch.save`` has written on a rank of this job: it holds pickles. Tensors of a device go to this one."""
+
+    def place(storage: Any, location: str) -> Any:
+        return storage.to(device=here) if here.type != "cpu" and location != "cpu" else storage
+
+    return torch.load(io.BytesIO(data), map_location=place, weights_only=False)
 
 
 @torch.no_grad()

@@ -21,8 +21,10 @@ from unickpt.training.witness.held import WEIGHT, Snapshot, Stepped
 from unickpt.training.witness.nonfinite import Cause, NonFinite
 from unickpt.training.witness.recomputing import Recomputed, Selves
 from unickpt.training.witness.record import passed_by_all
+from unickpt.training.witness.repeating import Tap
 from unickpt.training.witness.schedule import is_checked
-from unickpt.training.witness.settings import BUDDY, NONFINITE, REPLICAS, REST, SELF
+from unickpt.training.witness.settings import BUDDY, NONFINITE, REPLICAS, REST, SELF, UPDATE
+from unickpt.training.witness.updating import StepTap
 from unickpt.training.witness.vote import Verdict, serious
 
 
@@ -62,6 +64,7 @@ class Watching:
         job: all ranks.
         causes: finds out why values are not finite.
         selves: compares what the backward pass computes again.
+        updates: compares steps of the optimizer.
         late: copies are compared when the next step begins, because weights are complete only then.
         off: why nothing is watched any more, or ''.
         said: what is told once, such as copies that differ.
@@ -75,9 +78,10 @@ class Watching:
     watched: Sequence[Watched]
     job: Ranks
     counters: Sequence[Counters] = ()
-    buddies: Buddies | None = None
+    buddies: Buddies[Tap] | None = None
     causes: Causes | None = None
     selves: Selves | None = None
+    updates: Buddies[StepTap] | None = None
     late: bool = False
     off: str = ""
     verdicts: list[Verdict | NonFinite] = field(default_factory=list)
@@ -104,11 +108,14 @@ class Watching:
             self.causes.close()
         if self.selves is not None:
             self.selves.recomputed.close()
+        if self.updates is not None:
+            self.updates.tap.close()
 
     def passed(self) -> tuple[int, tuple[str, ...]]:
         """Return the last step that passed, and the checks. After a verdict about wrong numbers nothing passes any more."""
         of_optimizers = {number: each.last for number, each in enumerate(self.watched)}
-        ended = {name for name, each in ((BUDDY, self.buddies), (SELF, self.selves)) if each is not None and each.off}
+        several = (BUDDY, self.buddies), (SELF, self.selves), (UPDATE, self.updates)
+        ended = {name for name, each in several if each is not None and each.off}
         return passed_by_all(of_optimizers, self.checks - ended - {NONFINITE})
 
     def forget(self) -> None:
@@ -183,6 +190,10 @@ class Watching:
         if self.causes is not None:
             self.causes.ended(watched.step + 1, applied=applied, every=self.every)
         watched.step += 1
+        if self.updates is not None and not self.updates.off and is_checked(watched.step, self.every):
+            verdicts = self.updates.check(watched.step, watched.step // self.every)
+            if verdicts is not None:
+                self._told(watched, UPDATE, watched.step, verdicts)
         self._arm()
         if not is_checked(watched.step, self.every) or not {REST, REPLICAS} & self.checks:
             return
@@ -228,6 +239,8 @@ class Watching:
             self.buddies.tap.arm()
         if self.selves is not None and not self.selves.off:
             self.selves.recomputed.arm()
+        if self.updates is not None and not self.updates.off:
+            self.updates.tap.arm((self.watched[0].step + 1) // self.every)
 
     def _compare_selves(self, selves: Selves, watched: Watched) -> None:
         """Compare what was computed twice, when the first optimizer steps. What passes, passes for all."""
@@ -238,11 +251,11 @@ class Watching:
                 each.last[SELF] = step
             self._told(watched, SELF, step, verdicts)
 
-    def _ask(self, buddies: Buddies, watched: Watched) -> None:
+    def _ask(self, buddies: Buddies[Tap], watched: Watched) -> None:
         step = watched.step + 1
         with self._pausing():
             verdicts = buddies.check(step, step // self.every)
-        if verdicts or not buddies.off:
+        if verdicts is not None:
             self._told(watched, BUDDY, step, verdicts)
 
     def _count(self, watched: Watched) -> None:
