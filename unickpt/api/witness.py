@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
+from unickpt.base.witness_notes import WitnessNote, note
 from unickpt.checkpoint.format.witnessed import Passed
+from unickpt.diagnosis import session
+from unickpt.training.witness import words
 from unickpt.training.witness.nonfinite import NonFinite
 from unickpt.training.witness.vote import Verdict
 from unickpt.training.witness.watching import Watching
@@ -13,6 +18,8 @@ class Witness:
 
     def __init__(self, watching: Watching | None) -> None:
         self._watching = watching
+        if watching is not None:
+            watching.tells.append(_note)
 
     @property
     def verdicts(self) -> list[Verdict | NonFinite]:
@@ -32,3 +39,19 @@ class Witness:
         """Stop watching."""
         if self._watching is not None:
             self._watching.close()
+
+
+def _note(found: Verdict | NonFinite) -> None:
+    """Note what was found beside the rings of this host, if the job is timed."""
+    folder = session.folder()
+    if folder is not None:
+        note(folder, note_of(found, time.time_ns()))
+
+
+def note_of(found: Verdict | NonFinite, at_ns: int) -> WitnessNote:
+    """Return what reports and metrics get of a verdict."""
+    if isinstance(found, NonFinite):
+        text, following = words.nonfinite(found), words.next_nonfinite(found)
+        return WitnessNote("NONFINITE", found.step, (found.rank,), (found.host,), text, following, at_ns)
+    text, following = words.text(found), words.next_steps(found)
+    return WitnessNote(found.kind.value, found.subject.step, found.ranks, found.hosts, text, following, at_ns)

@@ -6,11 +6,13 @@ import argparse
 import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from unickpt.base.errors import FormatError, NotACheckpointError
 from unickpt.base.private_files import SHARED_MEMORY, read_text
+from unickpt.base.witness_notes import read_notes
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.output import Output
 from unickpt.diagnosis.agent.launch import ADDRESS, read_address
@@ -100,7 +102,7 @@ def _told_before(folders: Sequence[Path], verdicts: Sequence[Verdict]) -> list[d
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Read and print; 0 if nothing is wrong, 1 if something is."""
+    """Read and print; 0 if nothing is wrong, 1 if something is, or if the witness has found something in this round."""
     own, chosen = ("", "") if args.places else own_folder()
     places = args.places or [own]
     snapshot = seen_from(places)
@@ -108,16 +110,24 @@ def run(args: argparse.Namespace, out: Output) -> int:
     folders = [Path(place) for place in places if Path(place).is_dir()]
     verdicts, snapshot = placed(found.verdicts, snapshot, folders)
     texts = render_all(verdicts, snapshot)
-    before = _told_before(folders, verdicts)
+    before, notes = _told_before(folders, verdicts), read_notes(folders)
     if args.json:
         state = {"schema": JSON_SCHEMA, "ranks": len(snapshot.ranks), "deadline_s": found.deadline_s, "places": list(places)}
-        told = {"verdicts": as_json(verdicts, texts), "told_before": before, "problems": snapshot.problems}
+        told = {
+            "verdicts": as_json(verdicts, texts),
+            "told_before": before,
+            "witness": [asdict(each) for each in notes],
+            "problems": snapshot.problems,
+        }
         out.json({**state, **told})
     else:
         if chosen:
             out.line(chosen)
         for problem in snapshot.problems:
             out.line(problem, style="yellow")
+        for each in notes:
+            out.line(f"witness: {each.text}", style="red")
+            out.line(f"next: {each.next}", style="bold")
         for text in texts:
             out.line(text.line)
             out.line(text.sentence, style="red")
@@ -133,4 +143,4 @@ def run(args: argparse.Namespace, out: Output) -> int:
             out.line(str(entry["sentence"]), style="yellow")
             if entry["next_text"]:
                 out.line(f"next: {entry['next_text']}")
-    return DAMAGED if found.verdicts else SOUND
+    return DAMAGED if found.verdicts or notes else SOUND

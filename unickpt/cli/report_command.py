@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 
 from unickpt.base.errors import FormatError
 from unickpt.base.memory_status import read_status
+from unickpt.base.witness_notes import read_notes
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output, human_bytes
 from unickpt.diagnosis.reports.host_folders import read_hosts
@@ -37,15 +39,27 @@ def run(args: argparse.Namespace, out: Output) -> int:
             prices = analyse(trace_of_records(view, clock_error_ns=hosts.clock_error_ns)).for_report()
         except FormatError as err:
             problems.append(f"no prices: {err}")
-    write_report(contents(view, verdicts, None if times is None else as_json(times), section, prices), args.output)
+    notes = read_notes(folders)
+    write_report(contents(view, verdicts, None if times is None else as_json(times), section, prices, notes), args.output)
     if args.json:
         told = [{**verdict.as_json(), **text.as_json()} for verdict, text in verdicts]
         file = {"output": str(args.output), "size_bytes": args.output.stat().st_size}
         read = {"ranks": len(view.ranks), "world": view.world, "problems": [*view.unreadable, *problems]}
-        out.json({"schema": JSON_SCHEMA, **file, **read, "verdicts": told, "times": None if times is None else as_json(times)})
+        out.json(
+            {
+                "schema": JSON_SCHEMA,
+                **file,
+                **read,
+                "verdicts": told,
+                "witness": [asdict(each) for each in notes],
+                "times": None if times is None else as_json(times),
+            }
+        )
         return SOUND
     for problem in [*view.unreadable, *problems]:
         out.line(problem, style="yellow")
+    for each in notes:
+        out.line(f"witness: {each.text}", style="red")
     for _, text in verdicts:
         out.line(text.line)
         out.line(text.sentence, style="red")

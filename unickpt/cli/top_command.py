@@ -11,6 +11,7 @@ from pathlib import Path
 
 from unickpt.base.errors import FormatError
 from unickpt.base.memory_status import MemoryStatus, read_status
+from unickpt.base.witness_notes import read_notes
 from unickpt.cli.diagnose_command import own_folder, seen_from
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
@@ -54,7 +55,8 @@ def seen(given: list[str], after_s: float | None) -> TopView:
     snapshot = snapshot or seen_from(places)
     found = examine(snapshot, after_s=after_s, reach=Reach(tuple(places))).with_end()
     memory: MemoryStatus | None = read_status(folder) if folder.is_dir() else None
-    return top_view(snapshot, found.verdicts, render_all(found.verdicts, snapshot), memory)
+    notes = read_notes([Path(place) for place in places if Path(place).is_dir()])
+    return top_view(snapshot, found.verdicts, render_all(found.verdicts, snapshot), memory, notes)
 
 
 def show(view: TopView, out: Output) -> None:

@@ -16,6 +16,7 @@ from unickpt.base.limited_http import RateLimitedLog
 from unickpt.base.memory_status import read_status
 from unickpt.base.private_files import read_text, replacing
 from unickpt.base.process_identity import boot_id
+from unickpt.base.witness_notes import read_notes
 from unickpt.diagnosis.agent import server
 from unickpt.diagnosis.agent.asked_ranks import AskedRanks
 from unickpt.diagnosis.agent.own_host import OwnHost
@@ -217,7 +218,7 @@ class Agent:
         found = examine(snapshot, usual=self._usual, reach=self._reach, ends=ends).with_end()
         self._history.deadline_s = found.deadline_s
         if self._collector is not None:
-            self._collector.publish(snapshot, found, read_status(self._folder))
+            self._collector.publish(snapshot, found, read_status(self._folder), read_notes([self._folder]))
         if self._asked.ask(server.answer(found, render_all(found.verdicts, snapshot), own).ask, own):
             snapshot = self._asked.with_stacks(snapshot)
             found = dataclasses.replace(found, verdicts=[with_places(verdict, snapshot) for verdict in found.verdicts])

@@ -27,6 +27,7 @@ from unickpt.base.errors import ConfigError, FormatError
 from unickpt.base.limited_http import ConnectionLimits, LimitedHandler, LimitedServer, exchange
 from unickpt.base.memory_status import MemoryStatus
 from unickpt.base.prometheus import OpenPort, Scrape, open_port
+from unickpt.base.witness_notes import WitnessNote
 from unickpt.diagnosis.detectors.examine import Examination
 from unickpt.diagnosis.reports.verdict_line import parse_line
 from unickpt.diagnosis.reports.verdict_text import VerdictText, as_json, render_all
@@ -93,6 +94,7 @@ class Collector:
         self._found = Examination([], 0.0)
         self._texts: list[VerdictText] = []
         self._memory: MemoryStatus | None = None
+        self._notes: Sequence[WitnessNote] = ()
         self._measuring = threading.Lock()
         self._measured: tuple[Snapshot, tuple[int, bytes]] | None = None
 
@@ -133,11 +135,13 @@ class Collector:
         """Return the newest snapshots of the other hosts, each with its age in seconds."""
         return [(snapshot, age_s) for _, snapshot, age_s in self.named()]
 
-    def publish(self, job: Snapshot, found: Examination, memory: MemoryStatus | None = None) -> None:
-        """Publish the snapshot of the job, the verdicts on it, and the state of its memory tier."""
+    def publish(
+        self, job: Snapshot, found: Examination, memory: MemoryStatus | None = None, notes: Sequence[WitnessNote] = ()
+    ) -> None:
+        """Publish the snapshot of the job, the verdicts on it, the state of its memory tier, and what its witness has found."""
         texts = render_all(found.verdicts, job)
         with self._lock:
-            self._job, self._found, self._texts, self._memory = job, found, texts, memory
+            self._job, self._found, self._texts, self._memory, self._notes = job, found, texts, memory, notes
 
     def job(self) -> Snapshot | None:
         """Return the published snapshot."""
@@ -150,12 +154,12 @@ class Collector:
 
         with self._measuring:  # computed once per look
             with self._lock:
-                job, found, memory = self._job, self._found, self._memory
+                job, found, memory, notes = self._job, self._found, self._memory, self._notes
             if job is None:
                 return 503, b"no data of the job yet\n"
             if self._measured is None or self._measured[0] is not job:
                 try:
-                    measured = labelled(live_measurements(job, found.verdicts, memory), self.labels)
+                    measured = labelled(live_measurements(job, found.verdicts, memory, notes), self.labels)
                     answer = 200, exposition(measured).encode(errors="backslashreplace")
                 except ConfigError as err:
                     answer = 501, f"{err}\n".encode()

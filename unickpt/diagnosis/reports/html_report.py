@@ -21,6 +21,7 @@ import numpy.typing as npt
 from unickpt.base.arrays import Floats, Ints
 from unickpt.base.errors import StorageError
 from unickpt.base.memory_status import MemoryStatus
+from unickpt.base.witness_notes import WitnessNote
 from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.recording.rank_ranges import progressions
@@ -33,12 +34,13 @@ from unickpt.diagnosis.reports.transfer_delays import delay_matrix, transfer_tim
 from unickpt.diagnosis.reports.verdict_line import MOST_HOSTS
 from unickpt.diagnosis.reports.verdict_text import VerdictText
 from unickpt.diagnosis.reports.wait_table import rank_activities, wait_rows
+from unickpt.diagnosis.reports.wording import clock_time
 
 # Limits that keep a page small. The page says what it leaves out.
 MOST_ROWS, MOST_COLUMNS = 1024, 120  # of the heat map: ranks, steps
 MOST_LINES = 128  # of the timeline
 MOST_PAIRS = 8000  # of the delay matrix, for each class of sizes
-MOST_CALLS, MOST_GROUPS, MOST_VERDICTS = 64, 100, 50
+MOST_CALLS, MOST_GROUPS, MOST_VERDICTS, MOST_NOTES = 64, 100, 50, 8
 EACH_RANK, EACH_GROUP = 32, 24  # up to this number, each rank and group has a line
 _UNKNOWN = 65535
 
@@ -85,6 +87,7 @@ def contents(
     rounds: dict[str, Any] | None = None,
     memory: dict[str, Any] | None = None,
     prices: dict[str, Any] | None = None,
+    notes: Sequence[WitnessNote] = (),
 ) -> dict[str, Any]:
     """Return the data of a page as JSON types: durations in nanoseconds, times on the job's clock in milliseconds.
 
@@ -94,6 +97,7 @@ def contents(
         rounds: history of the job, from ``unickpt.steering.state.timeline.as_json``.
         memory: state of the memory tier, from ``memory_section``.
         prices: result of a replay, from ``unickpt.planning.replay.price.WhatIf.for_report``.
+        notes: what the witness of the job has found, the newest last. It comes first among the verdicts.
     """
     table = by_step(job)
     hosts = sorted({rank.ring.identity.host for rank in job.ranks.values()})
@@ -108,7 +112,8 @@ def contents(
         "steps": [int(table.steps[0]), int(table.steps[-1])] if len(table.steps) else None,
         "unreadable": list(job.unreadable[:MOST_VERDICTS]),
         "places": {number: rank.place for number, rank in job.ranks.items()},
-        "verdicts": [
+        "verdicts": [*map(_noted, reversed(notes[-MOST_NOTES:]))]
+        + [
             {
                 "syndrome": verdict.syndrome.value,
                 "meaning": verdict.syndrome.meaning,
@@ -124,7 +129,7 @@ def contents(
             }
             for verdict, text in verdicts[:MOST_VERDICTS]
         ],
-        "verdicts_in_all": len(verdicts),
+        "verdicts_in_all": len(verdicts) + len(notes),
         "waiting": _waiting(job, verdicts),
         "heat": _matrices(table.ranks, table.steps, {name: table.values[name] for name in MEASURES}),
         "timeline": _timeline(job, verdicts, table),
@@ -134,6 +139,22 @@ def contents(
         "prices": prices,
         "io": _io(checkpoint_io(job)),
         "groups": _groups(job),
+    }
+
+
+def _noted(found: WitnessNote) -> dict[str, Any]:
+    return {
+        "syndrome": found.kind,
+        "meaning": "the witness has found wrong numbers, or numbers that are not finite",
+        "ranks": _shortened(sorted(found.ranks)),
+        "hosts": list(dict.fromkeys(found.hosts))[:MOST_HOSTS],
+        "at": "",
+        "waits_at": "",
+        "since": clock_time(found.at_ns),
+        "command": "",
+        "line": "",
+        "sentence": found.text,
+        "next": found.next,
     }
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from unickpt.base.errors import ConfigError, StorageError
 from unickpt.base.installation import extra_command
 from unickpt.base.memory_status import MemoryStatus
+from unickpt.base.witness_notes import WitnessNote
 from unickpt.diagnosis.detectors.tcp_links import links_of
 from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.host.process_state import State
@@ -78,6 +79,8 @@ HELP = {
     "unickpt_memory_age_seconds": "Age of the newest checkpoint in memory whose copies are complete.",
     "unickpt_memory_confirm_seconds": "Time from the call of a save until its copies were complete, of that checkpoint.",
     "unickpt_memory_confirm_longest_seconds": "The longest such time.",
+    "unickpt_witness_verdicts": "What the witness has found in this round, by kind, and by the rank and host that it names. Of "
+    "the newest 64.",
     "unickpt_memory_saves_total": "Saves into memory, by outcome. Skipped ones went to disk after a failure.",
 }
 _OUTCOMES = ("confirmed", "uncopied", "failed", "skipped", "left_out")  # of saves into memory
@@ -199,6 +202,15 @@ def of_memory(status: MemoryStatus | None) -> list[MetricValue]:
     return [MetricValue(f"unickpt_memory_{name}", labels, float(value)) for name, labels, value in found]
 
 
+def of_witness(notes: Sequence[WitnessNote]) -> list[MetricValue]:
+    """Return how often the witness has named each rank, by kind."""
+    counts = Counter((each.kind, rank, host) for each in notes for rank, host in zip(each.ranks, each.hosts, strict=False))
+    return [
+        MetricValue("unickpt_witness_verdicts", {"kind": kind, "rank": str(rank), "host": host}, float(count))
+        for (kind, rank, host), count in counts.items()
+    ]
+
+
 def labelled(measured: Iterable[MetricValue], labels: Mapping[str, str]) -> list[MetricValue]:
     """Return the values with further labels, such as the name of the job."""
     return [replace(each, labels={**labels, **each.labels}) for each in measured]
@@ -207,7 +219,9 @@ def labelled(measured: Iterable[MetricValue], labels: Mapping[str, str]) -> list
 # ---------------------------------------------------------------- a running job
 
 
-def live_measurements(snapshot: Snapshot, verdicts: Sequence[Verdict], memory: MemoryStatus | None = None) -> list[MetricValue]:
+def live_measurements(
+    snapshot: Snapshot, verdicts: Sequence[Verdict], memory: MemoryStatus | None = None, notes: Sequence[WitnessNote] = ()
+) -> list[MetricValue]:
     """All values that a snapshot has, of its newest steps."""
     return [
         *_live_ranks(snapshot),
@@ -216,6 +230,7 @@ def live_measurements(snapshot: Snapshot, verdicts: Sequence[Verdict], memory: M
         *_live_links(snapshot),
         *of_verdicts(verdicts, {rank: one.host for rank, one in snapshot.ranks.items()}),
         *of_memory(memory),
+        *of_witness(notes),
         *_live_events(snapshot),
     ]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from unickpt.base.memory_status import MemoryStatus
+from unickpt.base.witness_notes import WitnessNote
 from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.records import Phase
@@ -19,6 +20,7 @@ from unickpt.diagnosis.reports.wording import clock_time
 from unickpt.diagnosis.snapshot.snapshot import RankSnapshot, Snapshot
 
 MOST_ROWS = 24  # of ranks that have a row
+MOST_NOTES = 4  # of the witness
 _NEWEST = 8  # steps of each rank from which the speed comes
 _USUAL = (State.RUNNING, State.SLEEPING)
 
@@ -47,9 +49,11 @@ class TopView:
 
 
 def top_view(
-    snapshot: Snapshot, verdicts: Sequence[Verdict], texts: Sequence[VerdictText], memory: MemoryStatus | None = None
-) -> TopView:
-    """Return what is shown of a job."""
+    snapshot: Snapshot, verdicts: Sequence[Verdict], texts: Sequence[VerdictText], memory: MemoryStatus | None = None,
+    notes: Sequence[WitnessNote] = (),
+) -> TopView:  # fmt: skip
+    """Return what is shown of a job. ``notes``: of its witness, the newest last."""
+    witness = [line for each in notes[-MOST_NOTES:] for line in (f"witness: {each.text}", f"next: {each.next}")]
     hosts = defaultdict(list)
     for rank, one in sorted(snapshot.ranks.items()):
         hosts[one.host].append((rank, one))
@@ -60,7 +64,7 @@ def top_view(
     left = [one for rank, one in snapshot.ranks.items() if rank not in shown]
     return TopView(
         _head(snapshot, len(hosts)),
-        tuple(line for text in texts for line in (text.sentence, *([f"next: {text.next}"] if text.next else []))),
+        (*witness, *(line for text in texts for line in (text.sentence, *([f"next: {text.next}"] if text.next else [])))),
         tuple(_host(host, ranks, snapshot) for host, ranks in hosts.items()),
         tuple(render_waits(snapshot)),
         tuple(_rank(rank, snapshot.ranks[rank]) for rank in shown),

@@ -70,6 +70,7 @@ class Watching:
         said: what is told once, such as copies that differ.
         wrong: there was a verdict about wrong numbers. Nothing passes after it.
         wrongs: called with the first such verdict.
+        tells: called with what is logged, on the rank that logs it.
         hooks: what ``close`` removes.
     """
 
@@ -88,6 +89,7 @@ class Watching:
     said: set[Hashable] = field(default_factory=set)
     wrong: bool = False
     wrongs: list[Callable[[Verdict], None]] = field(default_factory=list)
+    tells: list[Callable[[Verdict | NonFinite], None]] = field(default_factory=list)
     hooks: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -294,6 +296,7 @@ class Watching:
             if self.causes is not None and found.cause is Cause.DATA_OR_MODEL:
                 found = replace(found, batch=self.causes.written(found))
             logger.error("unickpt: witness: %s. Next: %s", words.nonfinite(found), words.next_nonfinite(found))
+            self._tell(found)
         self.verdicts.append(found)
 
     def _told(self, watched: Watched, check: str, step: int, verdicts: Sequence[Verdict]) -> None:
@@ -310,6 +313,11 @@ class Watching:
             self.verdicts.append(each)
             if self.job.leads:
                 logger.error("unickpt: witness: %s. Next: %s", words.text(each), words.next_steps(each))
+                self._tell(each)
+
+    def _tell(self, found: Verdict | NonFinite) -> None:
+        for call in self.tells:
+            call(found)
 
     def _is_news(self, what: Hashable) -> bool:
         """Return whether something was not told before, and note it."""

@@ -24,7 +24,7 @@ def test_measurements_equal_the_records(tmp_path: Path) -> None:
     found = metrics.measurements([job], [verdict])
     late = [m.value for m in found if m.name == "unickpt_rank_lateness_seconds" and m.labels == {"rank": "2"}]
     assert late == [0.032, 0.012]
-    of_running_jobs = ("unickpt_link_", "unickpt_memory_", "unickpt_host_events")
+    of_running_jobs = ("unickpt_link_", "unickpt_memory_", "unickpt_host_events", "unickpt_witness_")
     assert {m.name for m in found} == {name for name in metrics.HELP if not name.startswith(of_running_jobs)}
 
 
