@@ -130,7 +130,7 @@ class _TorchDistReader:
                     f"states of the optimizer: {name} is not near its master, so they are those of other elements. Megatron "
                     "misplaces and loses states in this form if buckets of gradients are padded (--overlap-grad-reduce, or "
                     "tied embeddings and several stages, with a number of data parallel ranks that is no power of two, or with "
-                    "small layers). Save with --ckpt-format unickpt, or in the form dp_reshardable"
+                    "small layers). Save with --ckpt-format unickpt"
                 )
         return ""
 

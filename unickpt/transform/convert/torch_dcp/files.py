@@ -330,8 +330,9 @@ class _Origins:
     def __init__(self, stored: StoredTensor) -> None:
         self._stored = stored
         self._exact = {chunk.box: chunk for chunk in stored.chunks}
-        self._start = np.array([chunk.box.start for chunk in stored.chunks], np.int64).reshape(len(stored.chunks), -1)
-        self._stop = np.array([chunk.box.stop for chunk in stored.chunks], np.int64).reshape(len(stored.chunks), -1)
+        shape = len(stored.chunks), len(stored.shape)  # an empty tensor has no chunks
+        self._start = np.array([chunk.box.start for chunk in stored.chunks], np.int64).reshape(shape)
+        self._stop = np.array([chunk.box.stop for chunk in stored.chunks], np.int64).reshape(shape)
 
     def within(self, box: Box) -> tuple[Reading, set[Path]]:
         """Return the function that reads boxes within ``box``, and the files that it reads."""
