@@ -5,7 +5,8 @@
 
 Three hosts and a spare on this machine train a tiny model under the witness. A random host is sick from a random step on
 (persistent), or in one step (transient): its forward passes flip a bit, which ``buddy`` sees, or a bit of a weight flips after
-the step. Megatron has no ``buddy``. Each run is compared with a sound job that starts again after the same step, bit for bit.
+the step, which ``buddy`` may see before copies are compared. Megatron has no ``buddy``. Each run is compared with a sound job
+that starts again after the same step, bit for bit.
 ``--count``: wanted runs of each framework, kind and duration in FILE. ``--page`` writes the table of all runs of the file into
 the page.
 """
@@ -28,7 +29,7 @@ from tests.jobs.steering.witness_worker import EVERY, STEPS
 
 KINDS = {"torch": ("activation", "weight"), "deepspeed": ("activation", "weight"), "megatron": ("weight",)}
 TITLES = {"torch": "DDP", "deepspeed": "DeepSpeed, ZeRO-1", "megatron": "megatron-core, data parallelism"}
-VERDICTS = {"activation": ("SDC_COMPUTE",), "weight": ("SDC_REPLICA", "SDC_AT_REST")}
+VERDICTS = {"activation": ("SDC_COMPUTE",), "weight": ("SDC_REPLICA", "SDC_AT_REST", "SDC_COMPUTE")}
 FIRST, LAST = 4, 9  # in which a host becomes sick
 COMMAND = "python -m evidence.steering.sick_hosts --keep results/witness-sick-hosts.jsonl --page docs/evidence/witness.md"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -66,31 +66,40 @@ def compare_at_rest(changed: Sequence[Changed], step: int, ranks: Ranks) -> list
         step: just after which the tensors were as they should be.
         ranks: of the job.
     """
-    counts = ranks.gather(torch.tensor([len(changed)]))
+    without = sum(not copies for _, copies in changed)
+    counts = ranks.gather(torch.tensor([len(changed), without]))
     if not bool(counts.any()):
         return []
-    every = ranks.gather_objects(list(changed[:MOST]))
-    return verdicts_at_rest(dict(zip(ranks.ranks, every, strict=True)), step, dict(zip(ranks.ranks, ranks.hosts, strict=True)))
+    first = ranks.gather_objects([what for what, _ in changed[:MOST]])
+    chosen = sorted({what for of_rank in first for what in of_rank})[:MOST]
+    own = dict(changed)  # of what others name, too: each rank's first tensors are different ones
+    every = ranks.gather_objects([(what, own[what]) for what in chosen if what in own])
+    alone = {rank for rank, count in zip(ranks.ranks, counts[:, 1].tolist(), strict=True) if count}
+    hosts = dict(zip(ranks.ranks, ranks.hosts, strict=True))
+    return verdicts_at_rest(dict(zip(ranks.ranks, every, strict=True)), step, hosts, alone)
 
 
-def verdicts_at_rest(found: Mapping[int, Sequence[Changed]], step: int, hosts: Mapping[int, str]) -> list[Verdict]:
+def verdicts_at_rest(
+    found: Mapping[int, Sequence[Changed]], step: int, hosts: Mapping[int, str], alone: Collection[int]
+) -> list[Verdict]:
     """Return the verdicts about tensors that changed.
 
     Args:
-        found: those of each rank.
+        found: those of each rank, of the same few tensors.
         step: as above.
         hosts: of all ranks of the job.
+        alone: ranks on which something changed of which there is no copy.
     """
     on: dict[str, dict[int, tuple[int, ...]]] = {}
     for rank, changed in found.items():
         for what, copies in changed:
             on.setdefault(what, {})[rank] = copies
-    program = written_by_program({rank for held in on.values() for rank, copies in held.items() if not copies}, len(hosts))
+    program = written_by_program(alone, len(hosts))
     verdicts = []
-    for what in sorted(on)[:MOST]:
+    for what in sorted(on):
         groups = sorted({copies for copies in on[what].values() if copies})
-        alone = [(rank,) for rank, copies in on[what].items() if not copies and not program]
-        for group in (*groups, *alone):
+        own = [(rank,) for rank, copies in on[what].items() if not copies and not program]
+        for group in (*groups, *own):
             ballots = [Ballot(rank, hosts[rank], ()) for rank in group]
             verdicts.append(changed_at_rest(Subject(what, step), ballots, changed=sorted(on[what]), ranks=len(hosts)))
     return [each for each in verdicts if each is not None]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
 from unickpt.training.witness.agreeing import Ranks, meet
-from unickpt.training.witness.comparing import Changed, verdicts_at_rest
+from unickpt.training.witness.comparing import Changed, compare_at_rest, verdicts_at_rest
 from unickpt.training.witness.counting import Counters
 from unickpt.training.witness.held import WEIGHT, Stepped, Tensors, repeated
 from unickpt.training.witness.vote import Kind, Verdict
@@ -176,5 +179,52 @@ MASTER = (Kind.NO_MAJORITY, "master of a", (0,))
     ],
 )
 def test_what_ranks_find_changed_becomes_verdicts(found: dict[int, list[Changed]], expected: list[object]) -> None:
-    verdicts = verdicts_at_rest(found, 7, dict.fromkeys(FOUR, "h"))
+    alone = {rank for rank, changed in found.items() if any(not copies for _, copies in changed)}
+    verdicts = verdicts_at_rest(found, 7, dict.fromkeys(FOUR, "h"), alone)
     assert [(each.kind, each.subject.what, each.ranks) for each in verdicts] == expected
+
+
+class Threads:
+    """Ranks that are threads of this process."""
+
+    def __init__(self, rank: int, ranks: int, shared: dict[int, Any], barrier: threading.Barrier) -> None:
+        self.ranks, self.hosts = tuple(range(ranks)), tuple(f"h{at}" for at in range(ranks))
+        self._rank, self._shared, self._barrier = rank, shared, barrier
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self._shared[self._rank] = value
+        self._barrier.wait()
+        every = [self._shared[rank] for rank in self.ranks]
+        self._barrier.wait()
+        return every
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.gather_objects(values))
+
+
+def at_rest(of_ranks: Sequence[Sequence[Changed]]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return what all ranks are told if each has found these tensors changed."""
+    shared: dict[int, Any] = {}
+    barrier = threading.Barrier(len(of_ranks), timeout=30)
+
+    def judge(rank: int) -> list[Verdict]:
+        ranks: Any = Threads(rank, len(of_ranks), shared, barrier)
+        return compare_at_rest(of_ranks[rank], 7, ranks)
+
+    with ThreadPoolExecutor(len(of_ranks)) as pool:
+        every = list(pool.map(judge, range(len(of_ranks))))
+    assert all(each == every[0] for each in every)
+    return [(each.subject.what, each.ranks) for each in every[0]]
+
+
+def test_what_the_program_writes_to_many_tensors_has_no_verdict_if_ranks_hold_different_states() -> None:
+    weights: list[Changed] = [(f"layer {at}", (0, 1)) for at in range(20)]
+    states: list[Changed] = [(f"master of layer {at}", ()) for at in range(20)]
+    mixed: list[Changed] = [each for pair in zip(weights, states, strict=True) for each in pair]
+    assert at_rest([weights, mixed]) == []
+    assert at_rest([[*weights[:9], *states[9:]], [*states[:9], *weights]]) == []
+
+
+def test_a_tensor_that_changed_is_told_beside_those_that_the_program_wrote_to() -> None:
+    weights: list[Changed] = [(f"w{at}", FOUR[:3]) for at in range(2)]
+    assert at_rest([weights, [*weights, ("z", (0, 1, 2))], weights]) == [("z", (1,))]
