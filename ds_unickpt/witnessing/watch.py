@@ -24,7 +24,7 @@ from unickpt.base.logs import logger
 from unickpt.base.options.job import WitnessOptions
 from unickpt.base.round_folder import folder_of_round
 from unickpt.checkpoint.witness_faults import FaultFolders
-from unickpt.training.witness.agreeing import Ranks, circles
+from unickpt.training.witness.agreeing import Ranks, circles, ranks_of
 from unickpt.training.witness.buddies import Buddies
 from unickpt.training.witness.causes import Causes
 from unickpt.training.witness.counting import Counters
@@ -151,7 +151,8 @@ def _beginning(
     causes = None
     if counters and tap is not None:
         causes = Causes(Recalled(tap), counters[0], job, partial(_folders, settings.batches))
-    selves = Selves(Recomputed([engine.module], plain=internals.plain), job) if SELF in checks else None
+    together = ranks_of(internals.groups_within_layers(engine))
+    selves = Selves(Recomputed([engine.module], plain=internals.plain), job, together) if SELF in checks else None
     updates = None
     if UPDATE in checks and (updates := _updates(engine, job)) is None:
         checks.discard(UPDATE)

@@ -55,9 +55,9 @@ def held_by(chunks: Sequence[torch.nn.Module], optimizer: Any, copies: Mapping[b
         parts = of_parameter.get(id(parameter), [])
         whole = [tensor for part in parts if part.whole for tensor in part.tensors]
         found.append(_fixed(name, [(WEIGHT, parameter), *whole], ranks if len(ranks) > 1 else (), moving=late))
-        own = [tensor for part in parts if not part.whole for tensor in part.tensors]
-        if own:
-            found.append(_fixed(name, own))
+        divided = [part for part in parts if not part.whole]
+        if divided:  # also before the first step, when there may be no state yet: the list must not change
+            found.append(_fixed(name, [tensor for part in divided for tensor in part.tensors]))
     return found
 
 

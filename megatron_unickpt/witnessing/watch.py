@@ -22,7 +22,7 @@ from unickpt.base import hooks
 from unickpt.base.errors import ConfigError
 from unickpt.base.logs import logger, make_visible
 from unickpt.checkpoint.witness_faults import FaultFolders
-from unickpt.training.witness.agreeing import Ranks, circles
+from unickpt.training.witness.agreeing import Ranks, circles, ranks_of
 from unickpt.training.witness.counting import Counters, all_finite
 from unickpt.training.witness.held import Stepped
 from unickpt.training.witness.recomputing import Recomputed, Selves
@@ -143,11 +143,16 @@ def _made(chunks: Sequence[torch.nn.Module], optimizer: Any, settings: Settings,
                 logger.warning("unickpt: witness: there is no check %s for Megatron", check)
         counters = _counters(chunks) if NONFINITE in checks else []
         late = weights_follow_late(optimizer)
-        selves = Selves(Recomputed([unwrapped(each) for each in chunks]), job) if SELF in checks else None
+        selves = _selves(chunks, job) if SELF in checks else None
         watching = Watching(settings.every, checks, [watched], job, counters, selves=selves, late=late)
         return OptimizerWitness(watching, watched, chunks)
 
     return job.together(made)
+
+
+def _selves(chunks: Sequence[torch.nn.Module], job: Ranks) -> Selves:
+    together = ranks_of(internals.groups_within_layers())
+    return Selves(Recomputed([unwrapped(each) for each in chunks]), job, together)
 
 
 def _counters(chunks: Sequence[torch.nn.Module]) -> list[Counters]:

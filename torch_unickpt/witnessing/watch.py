@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_unickpt.edge import RUNTIME
@@ -20,7 +21,7 @@ from unickpt.base.errors import ConfigError
 from unickpt.base.logs import logger, make_visible
 from unickpt.base.round_folder import folder_of_round
 from unickpt.checkpoint.save.late_copy import silent_steps
-from unickpt.training.witness.agreeing import Ranks, meet
+from unickpt.training.witness.agreeing import Ranks, meet, ranks_of
 from unickpt.training.witness.buddies import Buddies
 from unickpt.training.witness.causes import Causes
 from unickpt.training.witness.counting import Counters, all_finite
@@ -86,7 +87,7 @@ def witness(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any] |
     causes = None
     if counters and tap is not None:
         causes = Causes(Recalled(tap), counters[0], ranks, partial(_folders, model, settings.batches))
-    selves = Selves(Recomputed([without_ddp(model)], plain=plain), ranks) if SELF in checks else None
+    selves = _selves(model, ranks) if SELF in checks else None
     updates = _updates(optimizers, held, ranks) if UPDATE in checks else None
     if updates is None:
         checks.discard(UPDATE)
@@ -99,6 +100,28 @@ def witness(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any] |
     for optimizer, each in zip(optimizers, watched, strict=True):
         watching.hooks += [_hooked(optimizer, watching, each)]
     return Witness(watching)
+
+
+def _selves(model: torch.nn.Module, ranks: Ranks) -> Selves:
+    return Selves(Recomputed([without_ddp(model)], plain=plain), ranks, _ranks_within_layers(model))
+
+
+def _ranks_within_layers(model: torch.nn.Module) -> set[int]:
+    """Return the global ranks of the dimensions of meshes that are not those of ``fully_shard``, such as tensor parallelism."""
+    of_data = ranks_of(group for module in model.modules() if isinstance(module, FSDPModule) for group in _groups_of(module))
+    parameters: list[Any] = [each for each in model.parameters() if is_dtensor(each)]
+    meshes = [each.device_mesh for each in parameters]
+    dims = [ranks_of([mesh.get_group(at)]) for mesh in dict.fromkeys(meshes) for at in range(mesh.ndim)]
+    return {rank for ranks in dims if not ranks <= of_data for rank in ranks}
+
+
+def _groups_of(module: FSDPModule) -> list[Any]:
+    """Return the process groups of one ``fully_shard`` (torch/distributed/fsdp/_fully_shard/_fsdp_common.py)."""
+    state: Any = module._get_fsdp_state()
+    own = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    infos = [each.mesh_info for each in own if each is not None]
+    groups = (getattr(info, f"{kind}_process_group", None) for info in infos for kind in ("shard", "replicate"))
+    return [group for group in groups if group is not None]
 
 
 def _tap(model: torch.nn.Module, held: Sequence[Sequence[Held]], ranks: Ranks) -> Tap | None:

@@ -64,10 +64,10 @@ def a_bit_that_flips_in_a_weight_or_a_moment_is_named(folder: Path) -> None:
 @scenario(2)
 def sound_training_has_no_verdict_and_the_same_weights(folder: Path) -> None:
     layouts = (
-        Layout(dp=2), Layout(dp=2, optimizer="layers"), Layout(dp=2, moe=True, ep=2), Layout(pp=2, optimizer="fp32"),
-        Layout(dp=2, optimizer="offload"), Layout(dp=2, optimizer="aware"),
+        Layout(dp=2), Layout(dp=2, optimizer="layers"), Layout(dp=2, moe=True, ep=2), Layout(dp=2, optimizer="fp32dist"),
+        Layout(pp=2, optimizer="fp32"), Layout(dp=2, optimizer="offload"), Layout(dp=2, optimizer="aware"),
     )  # fmt: skip
-    for layout in some(layouts, 3):
+    for layout in some(layouts, 4):
         ends = []
         for options in (None, {"every": 1}):
             job = Job(layout, seed=1)

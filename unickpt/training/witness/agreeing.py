@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -114,6 +114,11 @@ class Ranks:
         return found.cpu().numpy().tobytes()
 
 
+def ranks_of(groups: Iterable[Any]) -> set[int]:
+    """Return the global ranks of some process groups."""
+    return {rank for group in groups for rank in dist.get_process_group_ranks(group)}
+
+
 @dataclass(frozen=True, slots=True)
 class Circle:
     """Ranks that compare their copies.
@@ -121,17 +126,26 @@ class Circle:
     Attributes:
         ranks: those that exchange hashes.
         positions: of the compared parameters in the list of this rank. All ranks have the same parameters there.
+        names: of these parameters.
         copies: for each of them, ranks that hold the same part, one tuple for each part.
     """
 
     ranks: Ranks
     positions: tuple[int, ...]
+    names: tuple[str, ...]
     copies: tuple[tuple[tuple[int, ...], ...], ...]
 
     @property
     def compares(self) -> bool:
         """Whether a parameter has a copy."""
         return any(self.copies)
+
+    def require_in(self, stepped: Sequence[Stepped]) -> None:
+        """Raise ConfigError if this rank's list does not have the parameters at their positions any more."""
+        found = tuple(stepped[at].name if at < len(stepped) else "nothing" for at in self.positions)
+        other = next((pair for pair in zip(self.names, found, strict=True) if pair[0] != pair[1]), None)
+        if other is not None:
+            raise ConfigError("the optimizer has other parameters than at the beginning: {1} in place of {0}".format(*other))
 
 
 def meet(ranks: Ranks, stepped: Sequence[Stepped], positions: Sequence[int] | None = None) -> Circle:
@@ -147,12 +161,13 @@ def meet(ranks: Ranks, stepped: Sequence[Stepped], positions: Sequence[int] | No
     """
     positions = tuple(range(len(stepped)) if positions is None else positions)
     some = [stepped[at] for at in positions]
-    digest = hashlib.sha256("\n".join(each.name for each in some).encode()).hexdigest()
+    names = tuple(each.name for each in some)
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()
     every = ranks.gather_objects((digest, [each.ranks for each in some]))
     if len({name for name, _ in every}) > 1:
         raise ConfigError("the witness needs the same parameters on all ranks, and these ranks hold others, such as stages")
     copies = tuple(tuple(sorted({tuple(held[at]) for _, held in every} - {()})) for at in range(len(some)))
-    return Circle(ranks, positions, copies)
+    return Circle(ranks, positions, names, copies)
 
 
 def circles(groups: Sequence[Ranks], stepped: Sequence[Stepped]) -> tuple[Circle, ...]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unickpt.base.listing import some
 from unickpt.base.logs import logger
@@ -21,6 +22,7 @@ from unickpt.training.witness.vote import Ballot, Kind, Subject, Verdict, differ
 
 REPEATS = 3
 MICRO_BATCH = 0  # of a checked step
+_SENDING = ("c10d", "_c10d", "symm_mem", "_dtensor")  # begins of the namespaces of torch's operators that need other ranks
 _NOTHING = "the backward pass computes no layer again whose first output was seen"
 
 
@@ -30,11 +32,15 @@ class Differs:
 
     Attributes:
         layer: name of the first one.
-        steady: it gives one output if it is computed some times more.
+        steady: it gives one output if it is computed some times more, or nobody knows.
+        place: number of the layer in the order in which the forward pass ends them.
+        alone: this rank has computed it some times more alone. Another one may have a part in what the others compute.
     """
 
     layer: str
     steady: bool
+    place: int
+    alone: bool = True
 
 
 @dataclass
@@ -145,18 +151,25 @@ class Recomputed:
         own = _hashes(output)
         if not torch.equal(recording.first[layer], own):
             again = self._again(module, args, kwargs, recording.random[layer])
-            recording.differs = Differs(layer, all(torch.equal(each, again[0]) for each in again))
+            steady = all(torch.equal(each, again[0]) for each in again)
+            recording.differs = Differs(layer, steady, [*recording.first].index(layer), bool(again))
 
     def _again(self, module: torch.nn.Module, args: Any, kwargs: Any, random: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Compute a layer some times more, without a trace. Return hashes of its output; none if it cannot be computed now."""
+        """Compute a layer some times more, without a trace. Return hashes of its output; none if it cannot be computed alone.
+
+        Other ranks do not compute it again. So a layer that sends something cannot be, nor one with layers inside, whose hooks
+        may gather parameters.
+        """
+        if any(True for _ in module.children()):
+            return []
         now, buffers, found = _random(module), [each.detach().clone() for each in module.buffers()], []
         self.paused = True
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _Alone():  # type: ignore[no-untyped-call]
                 for _ in range(REPEATS):
                     _set_random(module, random)
                     found.append(_hashes(module.forward(*args, **kwargs)))
-        except Exception:  # such as of a layer whose parameters are sharded again
+        except Exception:  # such as ``_NeedsOthersError``, or of a layer whose parameters are sharded again
             return []
         finally:
             self.paused = False
@@ -165,6 +178,19 @@ class Recomputed:
                 for own, value in zip(module.buffers(), buffers, strict=True):
                     own.copy_(value)
         return found
+
+
+class _NeedsOthersError(Exception):
+    pass
+
+
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """No operator sends anything to other ranks: it raises."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace.startswith(_SENDING):
+            raise _NeedsOthersError(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 class Selves:
@@ -176,11 +202,12 @@ class Selves:
     Args:
         recomputed: of this rank.
         ranks: all of the job.
+        together: global ranks that compute parts of the same layers, such as those of tensor parallelism, this one among them.
     """
 
-    def __init__(self, recomputed: Recomputed, ranks: Ranks) -> None:
+    def __init__(self, recomputed: Recomputed, ranks: Ranks, together: Collection[int] = ()) -> None:
         self.recomputed, self.off = recomputed, ""
-        self._ranks = ranks
+        self._ranks, self._together = ranks, {ranks.rank, *together}
         self._gated = False
 
     def check(self, step: int) -> list[Verdict] | None:
@@ -197,35 +224,95 @@ class Selves:
             if not self._gated:
                 self._stop(_NOTHING)
             return None
-        wrong = every[:, 1].nonzero().view(-1).tolist()
         gated, self._gated = self._gated, True
-        if not wrong:
+        if not bool(every[:, 1].any()):
             return []
-        layers = self._ranks.gather_objects("" if differs is None else differs.layer)
-        named = some(sorted({layers[at] for at in wrong}), most=3)
+        ranks = self._ranks.ranks
+        told = [(ranks[at], *each) for at, each in enumerate(self._ranks.gather_objects((differs, self._together)))]
+        computing = components([{ranks[at] for at in voters} & own for rank, _, own in told])
+        suspicions = suspicions_of({rank: found for rank, found, _ in told if found is not None}, computing)
+        named = some(sorted({each.layer for each in suspicions}), most=3)
         if bool(every[:, 2].any()):
             self._stop("an operator of the model has another result each time")
-            ballots = [Ballot(self._ranks.ranks[at], self._ranks.hosts[at], (0, int(every[at, 2]))) for at in voters]
-            found = vote(Kind.SDC_COMPUTE, Subject(named, step, MICRO_BATCH, twice=True), ballots)
-            return [] if found is None else [found]
-        if 2 * len(wrong) >= len(voters) and (len(wrong) > 1 or not gated):
+            ballots = [Ballot(ranks[at], self._ranks.hosts[at], (0, int(every[at, 2]))) for at in voters]
+            verdict = vote(Kind.SDC_COMPUTE, Subject(named, step, MICRO_BATCH, twice=True), ballots)
+            return [] if verdict is None else [verdict]
+        if 2 * len(suspicions) >= len(computing) and (len(suspicions) > 1 or not gated):
             self._stop(f"the backward pass computes {named} otherwise than the forward pass, as with another random state")
             return []
-        return self._verdicts(step, voters, {at: layers[at] for at in wrong})
-
-    def _verdicts(self, step: int, voters: Sequence[int], layers: dict[int, str]) -> list[Verdict]:
-        ballots = [Ballot(self._ranks.ranks[at], self._ranks.hosts[at], ()) for at in voters]
-        found = []
-        for layer in sorted(set(layers.values())):
-            ranks = [self._ranks.ranks[at] for at, each in layers.items() if each == layer]
-            subject = Subject(layer, step, MICRO_BATCH, twice=True)
-            found.append(differing_from_itself(subject, ballots, ranks))
-        return found
+        ballots = [Ballot(ranks[at], self._ranks.hosts[at], ()) for at in voters]
+        return _verdicts(step, ballots, suspicions)
 
     def _stop(self, why: str) -> None:
         self.off = why
         if self._ranks.leads:
             logger.warning("unickpt: witness: the check self ends: %s", why)
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """A layer that was computed otherwise the second time, by ranks that compute parts of the same layers.
+
+    Attributes:
+        layer: its name.
+        ranks: global ranks, one of which is wrong, ascending.
+        following: global ranks that only went on with what these computed.
+    """
+
+    layer: str
+    ranks: tuple[int, ...]
+    following: frozenset[int]
+
+
+def components(groups: Sequence[Collection[int]]) -> list[set[int]]:
+    """Return the groups, of which those with a common rank are one."""
+    found: list[set[int]] = []
+    for each in groups:
+        touched = [other for other in found if not other.isdisjoint(each)]
+        found = [other for other in found if other.isdisjoint(each)]
+        merged = set(each).union(*touched)
+        found += [merged] if merged else []
+    return found
+
+
+def suspicions_of(found: Mapping[int, Differs], computing: Sequence[Collection[int]]) -> list[Suspicion]:
+    """Return who may be wrong, where some compute parts of the same layers: the first layer of all counts.
+
+    Args:
+        found: what differs, by global rank.
+        computing: global ranks that compute parts of the same layers, each rank once.
+    """
+    suspicions = []
+    for ranks in computing:
+        differing = {rank: found[rank] for rank in sorted(ranks) if rank in found}
+        if not differing:
+            continue
+        place = min(each.place for each in differing.values())
+        first = {rank: each for rank, each in differing.items() if each.place == place}
+        by_all = not all(each.alone for each in first.values())
+        candidates = tuple(sorted(ranks)) if by_all else tuple(first)
+        following = frozenset(ranks) - set(candidates)
+        suspicions.append(Suspicion(next(iter(first.values())).layer, candidates, following))
+    return suspicions
+
+
+def _verdicts(step: int, ballots: Sequence[Ballot], suspicions: Sequence[Suspicion]) -> list[Verdict]:
+    """Return the verdicts. ``ballots``: of the ranks that have computed something twice; their values do not count."""
+    following = {rank for each in suspicions for rank in each.following}
+    ballots = [each for each in ballots if each.rank not in following]
+    of_layer: dict[str, list[int]] = {}
+    found = []
+    for each in suspicions:
+        if len(each.ranks) == 1:
+            of_layer.setdefault(each.layer, []).append(each.ranks[0])
+        else:
+            found.append(differing_from_itself(_twice(each.layer, step), ballots, each.ranks, together=True))
+    alone = [differing_from_itself(_twice(layer, step), ballots, ranks) for layer, ranks in sorted(of_layer.items())]
+    return [*alone, *found]
+
+
+def _twice(layer: str, step: int) -> Subject:
+    return Subject(layer, step, MICRO_BATCH, twice=True)
 
 
 def _in_backward() -> bool:

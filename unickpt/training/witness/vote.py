@@ -145,16 +145,19 @@ def changed_at_rest(subject: Subject, ballots: Sequence[Ballot], *, changed: Seq
     return _verdict(Kind.NO_MAJORITY, Kind.SDC_AT_REST, subject, own)
 
 
-def differing_from_itself(subject: Subject, ballots: Sequence[Ballot], differing: Collection[int]) -> Verdict:
+def differing_from_itself(
+    subject: Subject, ballots: Sequence[Ballot], differing: Collection[int], *, together: bool = False
+) -> Verdict:
     """Return the verdict about what ranks computed twice with two results. No host is blamed: nobody else repeated it.
 
     Args:
         subject: what they computed.
         ballots: of the ranks that computed something twice. Their values do not count.
         differing: ranks with two results, fewer than half.
+        together: they computed it together, so one of them may have changed it for all.
     """
     told = [Ballot(each.rank, each.host, (int(each.rank in differing),)) for each in ballots]
-    verdict = vote(Kind.SDC_COMPUTE, subject, told)
+    verdict = None if together else vote(Kind.SDC_COMPUTE, subject, told)
     if verdict is not None and verdict.kind is Kind.SDC_COMPUTE:
         return replace(verdict, blamed=())
     return _verdict(Kind.NO_MAJORITY, Kind.SDC_COMPUTE, subject, [each for each in told if each.values[0]])

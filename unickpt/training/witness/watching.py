@@ -52,6 +52,13 @@ class Watched:
     bad_weights: bool = False
     last: dict[str, int] = field(default_factory=dict)
 
+    def snapshot_of(self, step: int) -> Snapshot:
+        """Take a snapshot now. Raises ConfigError if the optimizer has other parameters than ``circles`` compare."""
+        held = self.held()
+        for circle in self.circles:
+            circle.require_in(held)
+        return Snapshot.of(held, step)
+
 
 @dataclass(eq=False)
 class Watching:
@@ -185,7 +192,7 @@ class Watching:
         if REST in self.checks:
             self._compare_at_rest(watched, snapshot)
         if REPLICAS in self.checks and self.late:
-            self._compare_replicas(watched, self.job.together(lambda: Snapshot.of(watched.held(), snapshot.step)))
+            self._compare_replicas(watched, self.job.together(partial(watched.snapshot_of, snapshot.step)))
 
     def _after(self, watched: Watched, *, applied: bool) -> None:
         self._alone(partial(self._tell_nonfinite, watched, applied=applied))
@@ -199,7 +206,7 @@ class Watching:
         self._arm()
         if not is_checked(watched.step, self.every) or not {REST, REPLICAS} & self.checks:
             return
-        snapshot = self.job.together(lambda: Snapshot.of(watched.held(), watched.step))
+        snapshot = self.job.together(partial(watched.snapshot_of, watched.step))
         if REST in self.checks or self.late:
             watched.snapshot = snapshot
         if REPLICAS in self.checks and not self.late:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
 from torch.utils.checkpoint import checkpoint
 
 from unickpt.base.errors import ConfigError
 from unickpt.training.witness.agreeing import Ranks
-from unickpt.training.witness.recomputing import Differs, Recomputed, Selves
+from unickpt.training.witness.recomputing import Differs, Recomputed, Selves, Suspicion, components, suspicions_of
 from unickpt.training.witness.vote import Ballot, Kind, Subject, Verdict, differing_from_itself
 from unickpt.training.witness.words import next_steps, text
 
@@ -111,7 +113,83 @@ def test_a_wrong_activation_is_named(made: list[Recomputed], reentrant: bool, nu
     own.arm()
     torch.manual_seed(1)
     loss_of(model).backward()
-    assert own.take()[1] == Differs("blocks.1.broken", True)
+    assert own.take()[1] == Differs("blocks.1.broken", True, 9)
+
+
+class Counted(torch.nn.Module):
+    """A layer that is wrong in its second call."""
+
+    def __init__(self, function: Fault, inside: torch.nn.Module | None = None) -> None:
+        super().__init__()
+        self.function, self.inside, self.calls = function, inside, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.function(x)
+        return flipped(x) if self.calls == 2 else x
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def reduced(x: torch.Tensor) -> torch.Tensor:
+    found = x.detach().clone()
+    dist.all_reduce(found)
+    return x + (found - x).detach()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("layer", "calls", "alone"),
+    [
+        (Counted(torch.tanh), 5, True),
+        (Counted(reduced), 3, False),  # the first of its repetitions sends something, and is given up
+        (Counted(lambda x: all_reduce(x, "sum", [0]).wait()), 3, False),
+        (Counted(torch.tanh, torch.nn.Identity()), 2, False),  # what is inside may send something in its hooks
+    ],
+)
+def test_a_layer_that_needs_other_ranks_is_not_computed_again(
+    made: list[Recomputed], layer: Counted, calls: int, alone: bool
+) -> None:
+    model = Model()
+    model.blocks[1].broken = layer
+    own = recomputed(model, made)
+    own.arm()
+    torch.manual_seed(1)
+    loss_of(model).backward()
+    assert own.take()[1] == Differs("blocks.1.broken", True, 9, alone)
+    assert layer.calls == calls
+
+
+def differs(layer: str, *, alone: bool = True) -> Differs:
+    return Differs(layer, True, ord(layer), alone)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ({}, []),
+        ({1: differs("b")}, [Suspicion("b", (1,), frozenset({0}))]),
+        ({0: differs("c"), 1: differs("b")}, [Suspicion("b", (1,), frozenset({0}))]),  # rank 0 went on with it
+        ({0: differs("b"), 1: differs("b")}, [Suspicion("b", (0, 1), frozenset())]),
+        ({1: differs("b", alone=False)}, [Suspicion("b", (0, 1), frozenset())]),  # rank 0 has a part in it
+        ({2: differs("b"), 0: differs("a")}, [Suspicion("a", (0,), frozenset({1})), Suspicion("b", (2,), frozenset({3}))]),
+        ({4: differs("b", alone=False)}, [Suspicion("b", (4,), frozenset())]),
+    ],
+)
+def test_of_ranks_that_compute_the_same_layers_the_first_layer_counts(
+    found: dict[int, Differs], expected: list[Suspicion]
+) -> None:
+    computing = components([{0, 1}, {0, 1}, {2, 3}, {3, 2}, {4}])
+    assert sorted(suspicions_of(found, computing), key=lambda each: each.ranks) == expected
+
+
+def test_groups_with_a_common_rank_are_one() -> None:
+    assert sorted(map(sorted, components([{0, 1}, {2, 3}, {1, 2}, set(), {5}]))) == [[0, 1, 2, 3], [5]]
 
 
 def test_a_wrong_input_that_was_stored_is_named_by_the_first_layer(made: list[Recomputed]) -> None:
@@ -122,7 +200,7 @@ def test_a_wrong_input_that_was_stored_is_named_by_the_first_layer(made: list[Re
     loss = loss_of(model)
     kept[0].data.view(torch.int32).view(-1)[0] ^= 1 << 22
     loss.backward()
-    assert own.take()[1] == Differs("blocks.1.up", True)
+    assert own.take()[1] == Differs("blocks.1.up", True, 6)
 
 
 def test_several_micro_batches_in_one_backward_pass_and_evaluations_are_not_compared(made: list[Recomputed]) -> None:

@@ -112,6 +112,18 @@ def test_its_own_failure_ends_it_and_not_training(make: Make, held: Held, caplog
     assert told(watching) == []
 
 
+def test_other_parameters_than_at_the_beginning_end_it(make: Make, held: Held, caplog: pytest.LogCaptureFixture) -> None:
+    late: list[Stepped] = []
+    watching, watched = make(lambda: [*late, *held()])
+    step(watching, watched)
+    assert not watching.off
+    late.append(Stepped("new", lambda: []))
+    step(watching, watched)
+    assert watching.off
+    assert "the optimizer has other parameters than at the beginning: new in place of a" in caplog.text
+    assert not told(watching)
+
+
 def test_a_failure_of_the_counters_ends_their_check_alone(make: Make, held: Held, caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Linear(2, 2)
     watching, watched = make(counters=(Counters(model),))
