@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -39,6 +39,11 @@ class Model(torch.nn.Module):
         self.head, self.checkpointing = torch.nn.Linear(WIDTH, WIDTH), checkpointing
         self.inputs: list[torch.Tensor] = []
 
+    def layers(self) -> dict[str, torch.nn.Module]:
+        """Return what is computed twice and can be wrong, by name."""
+        names = ("up", "act", "drop", "down")
+        return {f"blocks.{at}.{name}": getattr(block, name) for at, block in enumerate(self.blocks) for name in names}
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.inputs = []
         for block in self.blocks:
@@ -51,17 +56,19 @@ class Model(torch.nn.Module):
 class Fault:
     """Flips a bit of an output in the first call of a layer, or in its second. It keeps outputs, to see what changed."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, layers: Mapping[str, torch.nn.Module]) -> None:
         self.calls: dict[str, list[torch.Tensor]] = {}
         self.active: tuple[str, int, float, int] | None = None
-        for at, block in enumerate(model.blocks):
-            for name, layer in block.named_children():
-                layer.register_forward_hook(partial(self._called, f"blocks.{at}.{name}"))
+        for name, layer in layers.items():
+            layer.register_forward_hook(partial(self._called, name))
 
     def begin(self, active: tuple[str, int, float, int] | None) -> None:
         self.calls, self.active = {}, active
 
-    def _called(self, name: str, _module: Any, _args: Any, output: torch.Tensor) -> None:
+    def _called(self, name: str, _module: Any, _args: Any, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return
         kept = self.calls.setdefault(name, [])
         if self.active is not None and self.active[:2] == (name, len(kept)):
             flip(output, *self.active[2:])
@@ -86,10 +93,20 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view({4: torch.int32, 2: torch.int16}[tensor.dtype.itemsize]).view(-1)
 
 
-class Trained(Protocol):
-    """A training of ``Model`` with a witness that checks every step. ``between`` is called before the backward pass."""
+class Blocks(Protocol):
+    """A model. ``inputs``: what its blocks began with in the forward pass of this step."""
 
-    module: Model
+    @property
+    def inputs(self) -> Sequence[torch.Tensor]: ...
+    def layers(self) -> dict[str, torch.nn.Module]: ...
+
+
+class Trained(Protocol):
+    """A training with a witness that checks every step. ``between`` is called before the backward pass."""
+
+    @property
+    def module(self) -> Blocks: ...
+
     fault: Fault  # whose hooks come before those of the witness
 
     @property
@@ -101,21 +118,25 @@ def twice(job: Trained, count: int, seed: int) -> Counter[str]:
     """Return how many flips were made, how many of them changed something that is computed twice, and how many were named."""
     chance, found, fault = random.Random(seed), Counter[str](), job.fault
     job.step(lambda: None)
+    fault.begin(None)
     job.step(lambda: None)
+    layers = _on_all_ranks(
+        [name for name in job.module.layers() if [each.numel() > 0 for each in fault.calls.get(name, [])] == [True] * 2]
+    )
     for _ in range(count):
-        place, block, layer = chance.choice(PLACES), chance.randrange(BLOCKS), chance.choice(("up", "act", "drop", "down"))
+        place, block, name = chance.choice(PLACES), chance.randrange(len(job.module.inputs)), chance.choice(layers)
         on, where, bit = chance.randrange(dist.get_world_size()), chance.random(), chance.randrange(15)
         before, own = len(job.watching.verdicts), on == dist.get_rank()
-        name = f"blocks.{block}.{layer}"
         fault.begin((name, int(place == "again"), where, bit) if own and place != "stored input" else None)
         job.step(partial(_stored, job.module, block, where, bit) if own and place == "stored input" else lambda: None)
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, (fault.first_change(), job.watching.verdicts[before:]))
         changed, verdicts = told[on][0], told[0][1]
         named = [_named(each, changed, on) for each in verdicts]
+        among = len(verdicts) == 1 and len(verdicts[0].ranks) > 1
         found[place] += 1
         found[f"{place} changed"] += changed is not None
-        found[f"{place} named"] += changed is not None and named == [True]
+        found[f"{place} named" + among * ", among those that compute the layer"] += changed is not None and named == [True]
         found[f"{place} wrong"] += named != [True] * (changed is not None)
     return found
 
@@ -123,9 +144,15 @@ def twice(job: Trained, count: int, seed: int) -> Counter[str]:
 def _named(verdict: Any, layer: str | None, rank: int) -> bool:
     assert isinstance(verdict, Verdict)
     kind = verdict.kind if verdict.kind is Kind.SDC_COMPUTE else verdict.check
-    return (kind, verdict.subject.what, verdict.ranks) == (Kind.SDC_COMPUTE, layer, (rank,))
+    return (kind, verdict.subject.what) == (Kind.SDC_COMPUTE, layer) and rank in verdict.ranks
 
 
-def _stored(model: Model, block: int, where: float, bit: int) -> None:
+def _on_all_ranks(names: Sequence[str]) -> list[str]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, list(names))
+    return [name for name in every[0] if all(name in each for each in every)]
+
+
+def _stored(model: Blocks, block: int, where: float, bit: int) -> None:
     """Flip a bit of what a block starts from, after the forward pass."""
     flip(model.inputs[block], where, bit)

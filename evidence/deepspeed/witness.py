@@ -160,7 +160,7 @@ class TwiceJob(Job):
 
         def model() -> twice.Model:
             found = twice.Model(function)
-            self.fault = twice.Fault(found)
+            self.fault = twice.Fault(found.layers())
             return found
 
         super().__init__(stage, precision, {"every": 1, "checks": ["self"]}, model=model)

@@ -2,6 +2,8 @@
 
 torchrun --nproc-per-node 3 -m evidence.megatron.witness flips [--count 300] [--seed 1]
 torchrun --nproc-per-node 2 -m evidence.megatron.witness flips
+torchrun --nproc-per-node 3 -m evidence.megatron.witness twice [--count 100]
+torchrun --nproc-per-node 2 -m evidence.megatron.witness twice
 torchrun --nproc-per-node 2 -m evidence.megatron.witness sound [--count 1000]
 
 Each prints the rows of a table of ``docs/evidence/witness.md`` on rank 0. On two ranks the layouts have model parallelism.
@@ -9,8 +11,10 @@ Each prints the rows of a table of ``docs/evidence/witness.md`` on rank 0. On tw
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from megatron_unickpt.testing.jobs import Job as MegatronJob  # before anything of megatron
@@ -21,6 +25,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 import megatron_unickpt
+from evidence import twice
 from evidence.flips import Places, arguments, equal, flips, row
 from megatron_unickpt.edge import RUNTIME
 from megatron_unickpt.testing.layouts import Layout
@@ -42,7 +47,7 @@ class Job:
     """A model. Its weights, masters and moments are read from Megatron itself, not from the adapter."""
 
     def __init__(self, layout: Layout, checks: list[str] | None) -> None:
-        self.job = MegatronJob(layout, seed=1, batch=12, lr=1e-3)
+        self.job = MegatronJob(layout, seed=1, batch=12, lr=1e-3, recompute=True)
         self.witness = None
         if checks is not None:
             self.witness = megatron_unickpt.witness(self.job.chunks, self.job.optimizer, {"every": 1, "checks": checks})
@@ -57,20 +62,76 @@ class Job:
         self.job.train(1)
 
     def places(self) -> Places:
-        found: dict[tuple[str, str], torch.Tensor] = {}
-        names = {}
-        for at, module in enumerate(self.job.modules):
-            for name, parameter in module.named_parameters():
-                names[id(parameter)] = f"chunk {at}: {name}" if len(self.job.modules) > 1 else name
-                found["weight", names[id(parameter)]] = parameter.detach()
-        for optimizer in getattr(self.job.optimizer, "chained_optimizers", [self.job.optimizer]):
-            for parameter, stepped in _pairs(optimizer):
-                if stepped.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
-                    found["master", names[id(parameter)]] = stepped.detach()
-                for key, state in optimizer.optimizer.state.get(stepped, {}).items():
-                    if isinstance(state, torch.Tensor) and state.shape == stepped.shape and state.dim():
-                        found[key, names[id(parameter)]] = state
-        return found
+        return _places(self.job)
+
+
+class TwiceModel:
+    """The layers of a model without pipeline, each of which is computed again, and what these began with."""
+
+    def __init__(self, model: Any) -> None:
+        self.blocks = model.decoder.layers
+        self.inputs: list[torch.Tensor] = []
+        for block in self.blocks:
+            block.register_forward_pre_hook(self._begins, with_kwargs=True)
+
+    def _begins(self, _module: Any, args: Any, kwargs: Any) -> None:
+        if torch._C._current_graph_task_id() < 0:
+            self.inputs.append(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+    def layers(self) -> dict[str, torch.nn.Module]:
+        """Return layers without layers inside."""
+        return {
+            f"decoder.layers.{at}.{name}": module
+            for at, block in enumerate(self.blocks)
+            for name, module in block.named_modules()
+            if not list(module.children()) and not isinstance(module, torch.nn.Identity)
+        }
+
+
+class TwiceJob:
+    """A model whose layers are computed again, one micro-batch in a step."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.job = MegatronJob(layout, seed=1, batch=layout.dp, lr=1e-3, recompute=True)
+        self.module = TwiceModel(self.job.modules[0])
+        self.fault = twice.Fault(self.module.layers())
+        self._between: Callable[[], None] = lambda: None
+        self._sound = False  # the first step makes the moments
+        self.job.modules[0].register_forward_hook(lambda *_: self._between())
+        megatron_unickpt.witness(self.job.chunks, self.job.optimizer, {"every": 1, "checks": ["self"]})
+
+    @property
+    def watching(self) -> Watching:
+        own = RUNTIME.witnesses[self.job.optimizer]
+        assert isinstance(own, OptimizerWitness)
+        return own.watching
+
+    def step(self, between: Callable[[], None]) -> None:
+        self.module.inputs.clear()
+        self._between = between
+        sound = {key: tensor.detach().clone() for key, tensor in _places(self.job).items()}
+        self.job.train(1)
+        for key, tensor in _places(self.job).items() if self._sound else ():
+            tensor.data.copy_(sound[key])  # a flip may have made all weights NaN
+        self._sound = True
+
+
+def _places(job: MegatronJob) -> Places:
+    """Return weights, masters and moments of this rank."""
+    found: dict[tuple[str, str], torch.Tensor] = {}
+    names = {}
+    for at, module in enumerate(job.modules):
+        for name, parameter in module.named_parameters():
+            names[id(parameter)] = f"chunk {at}: {name}" if len(job.modules) > 1 else name
+            found["weight", names[id(parameter)]] = parameter.detach()
+    for optimizer in getattr(job.optimizer, "chained_optimizers", [job.optimizer]):
+        for parameter, stepped in _pairs(optimizer):
+            if stepped.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+                found["master", names[id(parameter)]] = stepped.detach()
+            for key, state in optimizer.optimizer.state.get(stepped, {}).items():
+                if isinstance(state, torch.Tensor) and state.shape == stepped.shape and state.dim():
+                    found[key, names[id(parameter)]] = state
+    return found
 
 
 def _pairs(optimizer: Any) -> Any:
@@ -96,7 +157,7 @@ def _pairs(optimizer: Any) -> Any:
 def sound(layout: Layout, count: int) -> str:
     """Train with and without a witness. Return what it found, and whether memory is equal."""
     ends, verdicts = [], 0
-    for checks in (None, ["rest", "replicas", "nonfinite"]):
+    for checks in (None, ["rest", "replicas", "nonfinite", "self"]):
         job = Job(layout, checks)
         for _ in range(count):
             job.step()
@@ -107,19 +168,22 @@ def sound(layout: Layout, count: int) -> str:
 
 
 def main() -> None:
-    given = arguments("flips and sound steps of Megatron")
+    given = arguments("flips and sound steps of Megatron", "twice")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     logging.getLogger("unickpt").setLevel(logging.CRITICAL)
     for layout in LAYOUTS[dist.get_world_size()]:
-        if given.only in layout.name:
-            found = sound(layout, given.count) if given.what == "sound" else _flips(layout, given.count, given.seed)
-            row(layout.name, found)
+        if given.only in layout.name and not (given.what == "twice" and layout.pp > 1):
+            row(layout.name, _found(layout, given))
     leave()
 
 
-def _flips(layout: Layout, count: int, seed: int) -> Any:
-    return flips(Job(layout, ["rest", "replicas"]), count, seed)
+def _found(layout: Layout, given: argparse.Namespace) -> Any:
+    if given.what == "sound":
+        return sound(layout, given.count)
+    if given.what == "twice":
+        return twice.twice(TwiceJob(layout), given.count, given.seed)
+    return flips(Job(layout, ["rest", "replicas"]), given.count, given.seed)
 
 
 if __name__ == "__main__":

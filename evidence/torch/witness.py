@@ -272,7 +272,7 @@ class TwiceJob:
     def __init__(self, kind: str, dtype: torch.dtype, reentrant: bool) -> None:
         torch.manual_seed(0)
         self.module = twice.Model(partial(checkpoint, use_reentrant=reentrant)).to(dtype)
-        self.fault = twice.Fault(self.module)
+        self.fault = twice.Fault(self.module.layers())
         if kind == "fsdp":
             for block in self.module.blocks:
                 fully_shard(block)

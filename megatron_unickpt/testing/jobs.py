@@ -59,13 +59,14 @@ class Job:
 
     ``groups``: make the process groups. False: the model is in those of an earlier job, beside its model.
     ``bucket_size``: reduce gradients in buckets of about so many elements, while the backward pass goes on.
+    ``recompute``: the backward pass computes each layer again.
     """
 
     def __init__(
         self, layout: Layout, *, seed: int = 1, tied: bool = True, vocabulary: int = 96, width: int = 32, length: int = LENGTH,
         batch: int = BATCH, micro_batch: int = 1, lr: float = 1e-2, predictions: int = 0,
         frozen: Callable[[str], bool] | None = None, groups: bool = True, layers: int = LAYERS,
-        bucket_size: int | None = None,
+        bucket_size: int | None = None, recompute: bool = False,
     ) -> None:  # fmt: skip
         self.layout, self.layers, self.step = layout, layers, 0
         self.vocabulary, self.length, self.batch, self.predictions = vocabulary, length, batch, predictions
@@ -82,7 +83,7 @@ class Job:
             )
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
-        self.config = self._config(width)
+        self.config = self._config(width, recompute=recompute)
         self.chunks = [self._chunk(at, tied) for at in range(layout.vpp)]
         for name, parameter in (each for chunk in self.chunks for each in chunk.named_parameters()):
             parameter.requires_grad = frozen is None or not frozen(name)
@@ -140,8 +141,9 @@ class Job:
             chained = [each.optimizer for each in chained]
         return LayerWiseDistributedOptimizer(list(chained), options, groups)
 
-    def _config(self, width: int) -> TransformerConfig:
+    def _config(self, width: int, *, recompute: bool) -> TransformerConfig:
         layout = self.layout
+        again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if recompute else {}
         low = layout.low
         moe: dict[str, Any] = {}
         if layout.moe:
@@ -170,7 +172,7 @@ class Job:
             finalize_model_grads_func=finalize_model_grads, attention_softmax_in_fp32=True,
             # with two stages the interleaved schedule needs its transfers one by one
             overlap_p2p_comm=layout.vpp > 1, batch_p2p_comm=layout.vpp == 1,
-            **({"add_bias_linear": True} | moe | ahead),
+            **({"add_bias_linear": True} | moe | ahead | again),
         )  # fmt: skip
 
     def _chunk(self, at: int, tied: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,28 @@ def checkpoints_say_what_has_passed_and_a_job_goes_back_behind_a_fault(folder: P
     witness.close()
     newest = manifests_in(place)[0][1]
     assert (newest.step, newest.witness) == (4, Passed(3, checks, faults=1))
+
+
+@scenario(2)
+def a_layer_that_tensor_parallel_ranks_compute_together_is_named_and_not_computed_again_by_one(folder: Path) -> None:
+    job = Job(Layout(tp=2), seed=1, batch=1, recompute=True)
+    layers = job.modules[0].decoder.layers
+    calls = {"mlp.linear_fc1": 0, "mlp.linear_fc2": 0}
+
+    def fault(name: str, _module: Any, _args: Any, output: Any) -> None:
+        calls[name] += 1
+        if wrong == name and calls[name] == 2 and dist.get_rank() == 1:
+            _flip(output[0])
+
+    for name in calls:
+        layers[1].get_submodule(name).register_forward_hook(partial(fault, name))
+    witness = megatron_unickpt.witness(job.chunks, job.optimizer, {"every": 1, "checks": ["self"]})
+    wrong = ""
+    job.train(2)
+    assert _told(witness) == []
+    for wrong, ranks in (("mlp.linear_fc1", (1,)), ("mlp.linear_fc2", (0, 1))):  # the second one reduces its output
+        calls |= dict.fromkeys(calls, 0)
+        job.train(1)
+        assert _told(witness)[-1] == (Kind.NO_MAJORITY, f"decoder.layers.1.{wrong}", ranks)
+    assert len(_told(witness)) == 2
+    witness.close()
