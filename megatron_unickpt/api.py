@@ -35,6 +35,7 @@ from unickpt.checkpoint.load.resume import Offer, Together, resume
 from unickpt.checkpoint.memory.offers import MemoryResume
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.storage.base import absolute, join, split
+from unickpt.diagnosis import session
 
 _RNG = "unickpt_rng"
 
@@ -210,6 +211,7 @@ def resume_or_start(
         with as_megatron_errors():
             found = resume(exchange, offers.next, attempt, lambda _: {"iteration": 0, "extra": {}}, where=where)
         _note_resumed(model, where)
+        session.stands_at(int(found["iteration"]))
         return found
 
 

@@ -25,13 +25,12 @@ _CHECKPOINTING = "megatron.core.dist_checkpointing"
 class StepCounter:
     """Counts optimizer steps. A chained optimizer steps its inner optimizers within one step.
 
-    With Megatron's training scripts a step has the number of its iteration, which goes on after a restart. Other programs count
-    from the start of the process.
+    With Megatron's training scripts a step has the number of its iteration. Other programs count from the iteration that
+    ``resume_or_start`` has loaded. Both go on after a restart.
     """
 
     def __init__(self) -> None:
         self._depth = 0
-        self._steps = 0
 
     def wrapper(self, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
         """Wrap an optimizer's ``step``."""
@@ -42,8 +41,10 @@ class StepCounter:
             self._depth -= 1
             if not self._depth:
                 done = iterations_done()
-                self._steps = self._steps + 1 if done is None else done + 1
-                session.stepped(self._steps)
+                if done is None:
+                    session.stepped_on()
+                else:
+                    session.stepped(done + 1)
 
 
 def _in(phase: Phase) -> Callable[..., Any]:

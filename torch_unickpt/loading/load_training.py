@@ -170,7 +170,7 @@ def resume_or_start(
 
     how = HowToLoad(strict=True, fresh=missing_state == "fresh", what="a model")
     objects = JobObjects(schedulers_of(scheduler), loader, stateful or {})
-    job = _Job(model, optimizer, objects, True, dialect, memory)
+    job = _Job(model, optimizer, objects, True, dialect, memory, resumes=True)
     return _resumed(job, Candidates(place, newest=True), place, how, nothing, fall_back=True, group=group, timeout_s=timeout_s)
 
 
@@ -184,6 +184,7 @@ class _Job:
     restore_rng: bool
     dialect: str
     memory: MemoryOptions | None = None
+    resumes: bool = False  # and so the job goes on with the next step of the checkpoint
 
 
 def _resumed(
@@ -242,6 +243,8 @@ def _resumed(
         return StartingPoint(offer.directory, loaded.step, objects.samples(), objects.client_state(), report)
 
     start: StartingPoint = resume(exchange, offers, attempt, nothing, where=folder, fall_back=fall_back)
+    if job.resumes:
+        session.stands_at(start.step)
     if ranks.rank == 0 and start.path != folder:
         RUNTIME.folders(job.model).loaded(folder)
     exchange.leave()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,8 +44,8 @@ def time_collectives(options: TimingOptions | None = None) -> bool:
     """Time the collectives of this process, and start the agent of the host, in a loop of plain torch.
 
     Call it on every rank once ``torch.distributed`` is initialized, before the model is wrapped. Each step of the optimizer
-    that steps first counts as a training step. A second call changes nothing. DeepSpeed and Megatron have options for timing,
-    which also record their phases.
+    that steps first counts as a training step, and goes on from the step that ``resume_or_start`` has loaded. A second call
+    changes nothing. DeepSpeed and Megatron have options for timing, which also record their phases.
 
     Args:
         options: options of timing; default: enabled, all others as in the reference.
@@ -72,13 +71,13 @@ def time_collectives(options: TimingOptions | None = None) -> bool:
         return True
     if session.start(options or TimingOptions(enabled=True), dict) is None:
         return False
-    numbers, first = itertools.count(1), list[Any]()
+    first = list[Any]()
 
     def stepped(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if not first:
             first.append(optimizer)
         if optimizer is first[0]:
-            session.stepped(next(numbers))
+            session.stepped_on()
 
     register_optimizer_step_post_hook(stepped)
     return True

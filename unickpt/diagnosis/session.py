@@ -176,6 +176,7 @@ class ProcessTiming:
         self._session: Session | None = None
         self._of_parent: Session | None = None
         self._begun = 0
+        self._steps = 0  # that the program has done, as far as this process has counted them, or was told
 
     def start(self, options: TimingOptions, labels: Labels, events: EventSource | None = None) -> Session | None:
         """Begin to time unless timing is off or has begun. Never raises. Arguments as of ``Session``.
@@ -213,6 +214,18 @@ class ProcessTiming:
             self._session.phases.step(number)
             if self._session.layers is not None:
                 self._session.layers.stepped()
+
+    def stepped_on(self) -> None:
+        """Record the end of the next training step, in a program that does not number its steps."""
+        self._steps += 1
+        self.stepped(self._steps)
+
+    def stands_at(self, step: int) -> None:
+        """Take the number of steps that the program has done from a checkpoint: the next one has the next number.
+
+        Otherwise a job that starts again would count from 1, and steering would see no progress.
+        """
+        self._steps = step
 
     def folder(self) -> Path | None:
         """Return the folder of the rings on this host; None without a session."""
@@ -282,6 +295,7 @@ _process = ProcessTiming()  # the hooks of torch and of the frameworks exist onc
 start, stop, stepped, in_phase, folder = _process.start, _process.stop, _process.stepped, _process.in_phase, _process.folder
 checkpoint_io, memory_status, time_layers = _process.checkpoint_io, _process.memory_status, _process.time_layers
 watch_evaluation, evaluates, reduces = _process.watch_evaluation, _process.evaluates, _process.reduces
+stepped_on, stands_at = _process.stepped_on, _process.stands_at
 
 
 def _folder(given: Path | None, named: Path | None, job: str) -> Path:

@@ -100,6 +100,35 @@ def test_steps_count_once_and_those_with_an_evaluation_or_a_file_are_not_judged(
     assert made["flags"] & int(Flag.FAILED)
 
 
+RESUMED = """
+import sys
+import torch, torch.distributed as dist
+import torch_unickpt, unickpt
+from unickpt.base.options.job import TimingOptions
+folder, steps = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/store{steps}", rank=0, world_size=1)
+unickpt.time_collectives(TimingOptions(enabled=True, watch=False, folder=f"{folder}/rings{steps}"))
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+start = torch_unickpt.resume_or_start(model, optimizer, folder + "/out")
+for step in range(start.step, steps):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+unickpt.save_training(model, optimizer, f"{folder}/out/step{steps}", step=steps)
+"""
+
+
+def test_steps_go_on_from_the_one_that_was_loaded(tmp_path: Path) -> None:
+    """Otherwise a job that starts again counts from 1, steering sees no progress, and ends it after three restarts."""
+    numbers = []
+    for steps in (3, 7):
+        command = [sys.executable, "-c", RESUMED, str(tmp_path), str(steps)]
+        subprocess.run(command, env=environment(REPO), check=True, timeout=120)
+        (folder,) = {path.parent for path in (tmp_path / f"rings{steps}").rglob("*.ring")}
+        numbers.append(steps_of(0, read_folder(folder).ranks[0].records)["number"].tolist())
+    assert numbers == [[1, 2], [4, 5, 6]]  # the begin of the first one is not known
+
+
 UNCHANGED = """
 import sys
 import torch, torch.distributed as dist
