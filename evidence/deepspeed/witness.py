@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 3 -m evidence.deepspeed.witness flips [--count 300] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.deepspeed.witness nan [--count 25] [--seed 1]
+torchrun --nproc-per-node 3 -m evidence.deepspeed.witness compute [--count 100] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.deepspeed.witness twice [--count 100] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.deepspeed.witness update [--count 100] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.deepspeed.witness sound [--count 1000]
@@ -27,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_unickpt.edge import RUNTIME
 from ds_unickpt.witnessing.watch import EngineWitness
-from evidence import nans, steps, twice
+from evidence import computed, nans, steps, twice
 from evidence.flips import Places, arguments, equal, flips, row
 from unickpt.testing.launch import leave
 from unickpt.training.witness.watching import Watching
@@ -150,6 +151,30 @@ class NanJob(Job):
             self.engine.step()
 
 
+class ComputeJob(Job):
+    """An engine whose model may compute something wrongly."""
+
+    def __init__(self, stage: int, precision: str) -> None:
+        def model() -> torch.nn.Module:
+            layers = [
+                part for _ in range(3) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.Dropout(0.1))
+            ]
+            found = torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, WIDTH))
+            self.fault = computed.Fault(found)
+            return found
+
+        super().__init__(stage, precision, {"every": 1, "checks": ["buddy"]}, model=model)
+
+    def step(self) -> None:
+        x = self.fault.batch(torch.randn(MICRO_BATCH, WIDTH).to(self.dtype))
+        self.engine.backward(self.engine(x).float().square().mean())
+        self.fault.ends()
+        self.engine.step()
+
+    def tensors(self) -> Places:
+        return self.places()
+
+
 class TwiceJob(Job):
     """An engine whose backward pass computes blocks again, by DeepSpeed's own function or by torch's."""
 
@@ -212,14 +237,18 @@ def sound(stage: int, precision: str, count: int) -> str:
 
 
 def main() -> None:
-    given = arguments("flips and sound steps of DeepSpeed", "nan", "twice", "update")
+    given = arguments("flips and sound steps of DeepSpeed", "compute", "nan", "twice", "update")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     deepspeed.init_distributed("gloo", verbose=False)
     logging.getLogger("unickpt").setLevel(logging.CRITICAL)
     for stage, precision in [*LAYOUTS, *([(1, "fp16"), (0, "fp16")] if given.what == "sound" else [])]:
         name = f"ZeRO-{stage}, {precision}"
-        left_out = (given.what == "nan" and (stage == 3 or precision != "fp32")) or (given.what == "update" and stage == 0)
+        left_out = {
+            "nan": stage == 3 or precision != "fp32",
+            "compute": stage == 3,
+            "update": stage == 0,
+        }.get(given.what, False)
         if given.only in name and not left_out:
             row(name, _found(stage, precision, given))
     leave()
@@ -228,6 +257,8 @@ def main() -> None:
 def _found(stage: int, precision: str, given: argparse.Namespace) -> Any:
     if given.what == "sound":
         return sound(stage, precision, given.count)
+    if given.what == "compute":
+        return computed.compute(ComputeJob(stage, precision), given.count, given.seed)
     if given.what == "twice":
         both = (TwiceJob(stage, precision, own) for own in (False, True))
         return sum((twice.twice(job, given.count, given.seed) for job in both), Counter())

@@ -32,13 +32,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import torch_unickpt
-from evidence import nans, steps, twice
+from evidence import computed, nans, steps, twice
 from evidence.flips import Places
 from unickpt.training.witness.vote import Kind, Verdict
 from unickpt.training.witness.watching import Watching
 
 PLACES = ("weight", "exp_avg", "exp_avg_sq")
-BITS = {torch.float32: 32, torch.bfloat16: 16}
+BITS = computed.BITS
 
 
 class Job:
@@ -106,96 +106,27 @@ def flips(kind: str, dtype: torch.dtype, count: int, seed: int) -> Counter[str]:
     return found
 
 
-class Fault:
-    """A flip in what one rank computes in one step: an activation, its gradient, or the gradient of a parameter.
+class ComputeJob(Job):
+    """A training with DDP that may compute something wrongly."""
 
-    It is made once in a step: what repeats a micro-batch computes it soundly. ``values`` has the output and gradients of the
-    step before any reduction, with which a step with the fault is compared with the same one without.
-    """
+    def __init__(self, dtype: torch.dtype, checks: Sequence[str]) -> None:
+        super().__init__("ddp", dtype)
+        self.fault = computed.Fault(self.module)
+        self.optimizer.register_step_pre_hook(self.fault.ends)
+        self.witness = torch_unickpt.witness(self.model, self.optimizer, {"every": 1, "checks": [*checks]})
 
-    def __init__(self, job: Job) -> None:
-        self.active: tuple[str, int, int, float] | None = None
-        self.values: list[torch.Tensor] = []
-        self._first = False  # of the calls of a step
-        linear = [each for each in job.module if isinstance(each, torch.nn.Linear)]
-        for at, layer in enumerate(linear):
-            layer.register_forward_hook(partial(self._layer, at))
-            layer.weight.register_hook(partial(self._gradient, at))
-        for parameter in job.module.parameters():
-            parameter.register_hook(self._seen)
-        job.module.register_forward_hook(self._output)
+    @property
+    def watching(self) -> Watching:
+        assert self.witness._watching is not None
+        return self.witness._watching
 
-    def begin(self, active: tuple[str, int, int, float] | None) -> None:
-        self.active, self.values, self._first = active, [], True
-
-    def _flip(self, place: str, at: int, tensor: torch.Tensor) -> torch.Tensor:
-        if not self._first or self.active is None or self.active[:2] != (place, at):
-            return tensor
-        flipped = tensor.detach().clone().contiguous()
-        bits = flipped.view({4: torch.int32, 2: torch.int16}[tensor.dtype.itemsize]).view(-1)
-        bits[int(self.active[3] * bits.numel())] ^= torch.tensor(1 << self.active[2]).to(bits.dtype)
-        return flipped
-
-    def _layer(self, at: int, _module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
-        if self._first and output.requires_grad:
-            output.register_hook(lambda gradient: self._flip("backward", at, gradient))
-        with torch.no_grad():
-            output.data = self._flip("forward", at, output)
-        return output
-
-    def _gradient(self, at: int, gradient: torch.Tensor) -> torch.Tensor:
-        return self._flip("gradient", at, gradient)
-
-    def _seen(self, gradient: torch.Tensor) -> None:
-        if self._first:
-            self.values.append(gradient.detach().clone())
-
-    def _output(self, _module: Any, _args: Any, output: torch.Tensor) -> None:
-        if self._first:
-            self.values.append(output.detach().clone())
-
-    def ends(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        """The gradients of the step are there: what follows repeats them."""
-        self._first = False
-
-
-def compute(dtype: torch.dtype, count: int, seed: int) -> Counter[str]:
-    """Return how many flips were made in what a rank computes, how many changed nothing, and how many were named."""
-    job, chance, found = Job("ddp", dtype), random.Random(seed), Counter[str]()
-    fault = Fault(job)
-    job.optimizer.register_step_pre_hook(fault.ends)
-    job.step()
-    sound = {key: tensor.clone() for key, tensor in job.tensors().items()}
-    for _ in range(count):
-        place, at, bit = chance.choice(("forward", "backward", "gradient")), chance.randrange(3), chance.randrange(BITS[dtype])
-        rank, where = chance.randrange(dist.get_world_size()), chance.random()
-        watching = torch_unickpt.witness(job.model, job.optimizer, {"every": 1, "checks": ["buddy"]})
-        ours, state = rank == dist.get_rank(), torch.get_rng_state()
-        fault.begin((place, at, bit, where) if ours else None)
-        job.step()
-        values = fault.values
-        watching.close()
-        for key, tensor in job.tensors().items():
-            tensor.copy_(sound[key])
-        torch.set_rng_state(state)
-        fault.begin(None)
-        job.step()
-        for key, tensor in job.tensors().items():
-            tensor.copy_(sound[key])
-        differs = any(not torch.equal(_bits(a), _bits(b)) for a, b in zip(values, fault.values, strict=True))
-        changed = torch.tensor([differs]).int()
-        dist.all_reduce(changed)
-        right = [each for each in watching.verdicts if isinstance(each, Verdict) and each.ranks == (rank,)]
-        named = [each for each in right if each.kind is Kind.SDC_COMPUTE]
-        found[place] += 1
-        found[f"{place} changed"] += int(changed.item() > 0)
-        found[f"{place} named"] += len(named) == len(watching.verdicts) == 1
-        found[f"{place} wrong"] += len(watching.verdicts) != int(changed.item() > 0) or len(named) != len(watching.verdicts)
-    return found
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    def step(self, accumulation: int = 1) -> None:
+        assert accumulation == 1
+        x = self.fault.batch(torch.randn(self.batch, self.width).to(self.dtype))
+        self.model(x).float().square().mean().backward()
+        self.fault.reduced([each.grad for each in self.module.parameters() if each.grad is not None])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def sound(kind: str, dtype: torch.dtype, count: int) -> tuple[int, bool]:
@@ -329,10 +260,13 @@ def main() -> None:
         if given.what == "flips":
             row = str(sorted(flips(kind, dtype, given.count, given.seed).items()))
         elif given.what == "compute" and kind == "ddp":
-            row = str(sorted(compute(dtype, given.count, given.seed).items()))
+            counts = computed.compute(ComputeJob(dtype, ["buddy"]), given.count, given.seed)
+            job = ComputeJob(dtype, ["replicas"])
+            counts += computed.compute(job, given.count // 5, given.seed, [computed.REDUCED])
+            row = str(sorted(counts.items()))
         elif given.what == "update" and kind == "fsdp":
-            job = StepJob(dtype)
-            row = str(sorted(steps.steps(job, job.optimizer, given.count, given.seed).items()))
+            stepped = StepJob(dtype)
+            row = str(sorted(steps.steps(stepped, stepped.optimizer, given.count, given.seed).items()))
         elif given.what == "twice":
             counts = sum(
                 (twice.twice(TwiceJob(kind, dtype, each), given.count, given.seed) for each in (False, True)), Counter()
