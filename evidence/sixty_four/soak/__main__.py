@@ -36,7 +36,7 @@ from tests.jobs.steering.namespaces import Network, missing
 
 HEAD, SECTION = "# Sixty-four ranks\n", "soak"
 STEPS, STEP_S = 2400, 0.3
-START_S, STEADY_STEPS, NEEDED_STEPS = 180.0, 25, 300
+START_S, STEADY_STEPS, NEEDED_STEPS = 400.0, 25, 300
 KINDS_LEFT_OUT = "A jump of the clock: it cannot be made for single processes of a machine without a changed library."
 
 

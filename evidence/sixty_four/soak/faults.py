@@ -301,11 +301,15 @@ def _damaged_memory(case: Case) -> None:
 
 def _damaged_disk(case: Case) -> None:
     """A bit of the newest checkpoint on disk flips, and all hosts lose their power."""
-    folders = [each.parent for each in case.job.checkpoints.glob("step*/manifest.json")]
-    if folders:
-        newest = max(folders, key=lambda each: int(each.name[4:]))
-        files = [each for each in newest.rglob("*") if each.is_file()]
-        case.seen.append(f"{newest.name}/{_damage(case.source.choice(files), case.source)}")
+
+    def found() -> list[Path]:
+        folders = [each.parent for each in case.job.checkpoints.glob("step*/manifest.json")]
+        return sorted(folders, key=lambda each: int(each.name[4:]))
+
+    waited(lambda: len(found()) > 1, 120)  # the only checkpoint of a folder is nothing that a job may replace by itself
+    *older, newest = found()
+    files = [each for each in newest.rglob("*") if each.is_file()]
+    case.seen.append(f"{newest.name}/{_damage(case.source.choice(files), case.source)}, {len(older)} older ones")
     _outage(case)
 
 

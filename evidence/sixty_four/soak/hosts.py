@@ -28,7 +28,7 @@ ENDPOINT = "n2"
 MARK, ERA = "UNICKPT_SOAK", "UNICKPT_SOAK_ERA"  # in the environment: the folder of the soak, and as in ``worker``
 SHM_BYTES, DISK_BYTES = 96 << 20, 32 << 20
 CONF = (
-    "stopped_seconds=8,hang_seconds=10,still_seconds=4,loop_seconds=9,out_seconds=30,longest_out_seconds=30,"
+    "stopped_seconds=10,hang_seconds=15,still_seconds=5,loop_seconds=15,out_seconds=30,longest_out_seconds=30,"
     "slow=evict,slow_seconds=12,boundary_seconds=20"
 )
 EXPIRY_S = 8
@@ -51,7 +51,7 @@ class Held:
         shm_mb: their size.
         disk_files, disk_mb: of the checkpoints.
         temporary_files: in the temporary folders of all hosts.
-        machine_shm_files: in the shared memory of the machine, of this user and of this project.
+        machine_shm_files: of this job in the shared memory of the machine, where there must be none.
     """
 
     harness_mb: float
@@ -260,7 +260,7 @@ class Soaked(Cluster):
             own.memory_info().rss / 1e6, own.num_threads(), own.num_fds(), *_most(agents), *_most(ranks), processes,
             len(shm), sum(shm) / 1e6, len(disk), sum(disk) / 1e6,
             sum(1 for name in NAMES for _ in _files(self.place.of(name, "tmp"))),
-            len(own_folders(Path("/dev/shm"), f"unickpt-{os.geteuid()}-job")),
+            len(own_folders(Path("/dev/shm"), f"unickpt-{os.geteuid()}-{self.identifier}")),
         )  # fmt: skip
 
 

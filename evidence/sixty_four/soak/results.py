@@ -10,6 +10,7 @@ from typing import Any
 from evidence.sixty_four.soak.faults import KINDS
 from evidence.steering.readings import seconds
 
+QUARTERS = 4
 HELD = {
     "harness_mb": "memory of the harness, MB",
     "harness_threads": "threads of the harness",
@@ -26,7 +27,7 @@ HELD = {
     "disk_files": "files of checkpoints on disk",
     "disk_mb": "their size, MB",
     "temporary_files": "files in temporary folders",
-    "machine_shm_files": "files of a job in the memory of the machine",
+    "machine_shm_files": "files of the job in the memory of the machine",
 }
 
 
@@ -55,8 +56,10 @@ def tables(every: Sequence[Mapping[str, Any]]) -> str:
     minutes = sum(each["minutes"] for each in pieces)
     useful, possible = (sum(each[name] for each in pieces) for name in ("useful_steps", "possible_steps"))
     share = f", effective training time {useful / possible:.1%}" if possible else ""
+    if not faults:
+        return "No faults yet.\n"
     head = f"{len(faults)} faults in {minutes:.0f} minutes, {right} right{share}."
-    return "\n\n".join([head, _by_kind(faults), _pieces(pieces), _held(pieces), _wrong(faults, pieces)]) + "\n"
+    return "\n\n".join([head, _by_kind(faults), _pieces(pieces), _held(faults), _wrong(faults, pieces)]) + "\n"
 
 
 def _by_kind(faults: Sequence[Mapping[str, Any]]) -> str:
@@ -90,13 +93,17 @@ def _pieces(pieces: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _held(pieces: Sequence[Mapping[str, Any]]) -> str:
-    if not pieces:
-        return ""
-    first, last = pieces[0], pieces[-1]
-    lines = ["| held | first piece, begin | first piece, end | last piece, begin | last piece, end |", "|---|---|---|---|---|"]
+def _held(faults: Sequence[Mapping[str, Any]]) -> str:
+    """Return the largest value after a fault, in each quarter of the faults. Memory has the rings of up to two rounds."""
+    size = -(-len(faults) // QUARTERS)
+    quarters = [faults[at : at + size] for at in range(0, len(faults), size)] if len(faults) >= QUARTERS else [faults]
+    titles = [f"faults {each[0]['number']} to {each[-1]['number']}" for each in quarters]
+    lines = [
+        f"| held after a fault, at most | {' | '.join(titles)} |",
+        f"|---|{'---|' * len(quarters)}",
+    ]
     for name, title in HELD.items():
-        cells = [f"{each:g}" for piece in (first, last) for each in piece["held"].get(name, ("-", "-")) if each != "-"]
+        cells = [f"{max(each['held'][name] for each in quarter):.4g}" for quarter in quarters]
         lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
