@@ -6,7 +6,7 @@ torchrun --nproc-per-node 3 -m evidence.torch.witness nan [--count 100] [--seed 
 torchrun --nproc-per-node 3 -m evidence.torch.witness twice [--count 100] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.torch.witness update [--count 100] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.torch.witness sound [--count 5000]
-torchrun --nproc-per-node 2 -m evidence.torch.witness cost [--count 100]
+torchrun --nproc-per-node 2 -m evidence.torch.witness cost [--count 6]
 
 Each prints the rows of a table of ``docs/guides/witness.md`` on rank 0.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import pickle
 import random
 import statistics
 import tempfile
@@ -34,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_unickpt
 from evidence import computed, nans, steps, twice
 from evidence.flips import Places
+from unickpt.training.witness.agreeing import Ranks
 from unickpt.training.witness.vote import Kind, Verdict
 from unickpt.training.witness.watching import Watching
 
@@ -41,14 +43,26 @@ PLACES = ("weight", "exp_avg", "exp_avg_sq")
 BITS = computed.BITS
 
 
+class Again(torch.nn.Sequential):
+    """Layers that the backward pass computes again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return found
+
+
 class Job:
     """A training: ``ddp`` or ``fsdp``, in one dtype, with dropout."""
 
-    def __init__(self, kind: str, dtype: torch.dtype, *, width: int = 24, layers: int = 3, batch: int = 6) -> None:
+    def __init__(
+        self, kind: str, dtype: torch.dtype, *, width: int = 24, layers: int = 3, batch: int = 6, again: bool = False
+    ) -> None:
         torch.manual_seed(0)
         parts = [
             part for _ in range(layers) for part in (torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.Dropout(0.1))
         ]
+        if again:
+            parts = [Again(*parts[at : at + 3]) for at in range(0, len(parts), 3)]
         self.module = torch.nn.Sequential(*parts, torch.nn.Linear(width, width)).to(dtype)
         self.model: Any = DistributedDataParallel(self.module) if kind == "ddp" else fully_shard(self.module)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -143,28 +157,63 @@ def sound(kind: str, dtype: torch.dtype, count: int) -> tuple[int, bool]:
     return verdicts, all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
 
 
-def cost(accumulation: int, count: int) -> Iterator[tuple[str, float]]:
-    """Yield the median time in ms of a step, or of one with a check."""
-    job = Job("ddp", torch.float32, width=1024, layers=8, batch=256)
-    choices: dict[str, Any] = {
-        "off": None,
-        "nonfinite": {"every": count + 1, "checks": ["nonfinite"]},
-        "rest": {"every": 1, "checks": ["rest"]},
-        "replicas": {"every": 1, "checks": ["replicas"]},
-        "buddy": {"every": 1, "checks": ["buddy"]},
+class Messages:
+    """Counts what the witnesses of this process send."""
+
+    def __init__(self) -> None:
+        self.number, self.bytes = 0, 0
+        for name in ("gather", "gather_objects", "pass_on"):
+            setattr(Ranks, name, self._counted(getattr(Ranks, name)))
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(ranks: Ranks, value: Any, **more: Any) -> Any:
+            self.number += 1
+            self.bytes += value.nbytes if isinstance(value, torch.Tensor) else len(pickle.dumps(value))
+            return function(ranks, value, **more)
+
+        return call
+
+
+def cost(count: int) -> Iterator[str]:
+    """Yield rows: what a check adds to a step in which it runs, and what that is of all steps if it runs in every 50th."""
+    messages = Messages()
+    kinds = {"DDP": "ddp", "FSDP2": "fsdp"}
+    jobs = {name: Job(kind, torch.float32, width=1024, layers=8, batch=256) for name, kind in kinds.items()}
+    jobs["DDP, recomputing"] = Job("ddp", torch.float32, width=1024, layers=8, batch=256, again=True)
+    checks = {
+        "nonfinite": "DDP",
+        "rest": "DDP",
+        "replicas": "DDP",
+        "buddy": "DDP",
+        "self": "DDP, recomputing",
+        "update": "FSDP2",
     }
-    times: dict[str, list[float]] = {name: [] for name in choices}
-    for _ in range(3):
-        for name, options in choices.items():
-            watching = torch_unickpt.witness(job.model, job.optimizer, options)
-            for at in range(2 + count // 3):  # the first two prepare
-                dist.barrier()
-                began = time.perf_counter()
-                job.step(accumulation)
-                times[name] += [time.perf_counter() - began] * (at > 1)
-            watching.close()
-    for name, each in times.items():
-        yield name, 1000 * statistics.median(each)
+    for accumulation in (1, 4, 16):
+        for check, name in checks.items():
+            job = jobs[name]
+            times: dict[bool, list[float]] = {False: [], True: []}
+            sent: list[tuple[int, int]] = []
+            for at in range(count):  # by turns
+                for on in (False, True) if at % 2 else (True, False):
+                    every = 10**6 if check == "nonfinite" else 1  # it counts in each step
+                    options = {"every": every, "checks": [check]} if on else None
+                    watching = torch_unickpt.witness(job.model, job.optimizer, options)
+                    for again in range(4):  # the first two prepare
+                        dist.barrier()
+                        before, began = (messages.number, messages.bytes), time.perf_counter()
+                        job.step(accumulation)
+                        if again > 1:
+                            times[on].append(1000 * (time.perf_counter() - began))
+                            sent += [(messages.number - before[0], messages.bytes - before[1])] * on
+                    watching.close()
+            step, checked = (statistics.median(times[on]) for on in (False, True))
+            extra = checked - step
+            often = 1 if check == "nonfinite" else 50
+            number, size = (statistics.median(each) for each in zip(*sent, strict=True))
+            yield (
+                f"| {name} | {accumulation} | {step:.0f} | `{check}` | {extra:.1f} | {100 * extra / often / step:.2f}% | "
+                f"{number:.0f} | {size:,.0f} |"
+            )
 
 
 class NanJob:
@@ -276,10 +325,9 @@ def main() -> None:
             row = str(sound(kind, dtype, given.count))
         if row and dist.get_rank() == 0:
             print(f"{kind}, {dtype}: {row}", flush=True)
-    for accumulation in (1, 4) if given.what == "cost" else ():
-        found = [f"{name} {ms:.1f} ms" for name, ms in cost(accumulation, given.count)]
+    for line in cost(given.count) if given.what == "cost" else ():
         if dist.get_rank() == 0:
-            print(f"accumulation {accumulation}: {', '.join(found)}", flush=True)
+            print(line, flush=True)
     dist.destroy_process_group()
 
 

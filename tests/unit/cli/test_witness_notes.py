@@ -38,7 +38,7 @@ def test_a_verdict_as_a_note() -> None:
     assert (told.kind, told.step, told.ranks, told.hosts) == ("SDC_REPLICA", 12, (2,), ("c",))
     assert told.text == TEXT
     assert told.next.startswith("test the memory and the GPU of c; ")
-    place = Place("blocks.1", backward=False, micro_batch=0, count=3)
+    place = Place("blocks.1", backward=False, micro_batch=0)
     values = note_of(NonFinite(place, 7, 1, "b", Cause.HARDWARE), 1)
     assert (values.kind, values.step, values.ranks, values.hosts) == ("NONFINITE", 7, (1,), ("b",))
     assert "blocks.1" in values.text

@@ -1,8 +1,13 @@
-"""Counts values that are not finite in the outputs of layers and in their gradients. Nothing waits for the device."""
+"""Sees values that are not finite in the outputs of layers and in their gradients. Nothing waits for the device.
+
+Of each tensor its least and its largest value are kept: of what is not finite, one of them is not finite either. That reads a
+tensor once, and writes next to nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,8 +20,33 @@ from unickpt.training.witness.nonfinite import Counted, Place, first_place
 from unickpt.training.witness.repeating import floats
 
 
+@dataclass
+class _Seen:
+    """Least and largest values of tensors, by dtype and device, each with what it is of."""
+
+    of: dict[tuple[torch.dtype, torch.device], list[tuple[Hashable, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def add(self, what: Hashable, tensor: torch.Tensor) -> None:
+        values = local(tensor)
+        if not values.numel():
+            return
+        values = values if values.dtype.itemsize > 1 else values.float()  # fp8 has no order
+        low, high = torch.aminmax(values)
+        self.of.setdefault((values.dtype, values.device), []).append((what, low, high))
+
+    @torch.no_grad()
+    def bad(self) -> set[Hashable]:
+        """Return of what a value is not finite. Waits for the device."""
+        found: set[Hashable] = set()
+        for each in self.of.values():
+            every = torch.stack([low for _, low, _ in each] + [high for _, _, high in each])
+            found |= {each[at % len(each)][0] for at in torch.isfinite(every).logical_not().nonzero().view(-1).tolist()}
+        return found
+
+
 class Counters:
-    """The counts of the micro-batches since the last step.
+    """What is not finite in the micro-batches since the last step.
 
     Layers are the modules without children, those with parameters of their own, and the whole model.
 
@@ -24,7 +54,7 @@ class Counters:
         model: as the program calls it.
         inner: the model without wrappers that have no layer of their own.
         plain: returns the name of a layer of ``inner`` as messages have it.
-        parameters: whose gradients are counted too, before any reduction, for ``gradients_finite``.
+        parameters: whose gradients are seen too, before any reduction, for ``gradients_finite``.
 
     Raises:
         ConfigError: it is compiled, so its layers call no hooks.
@@ -40,12 +70,11 @@ class Counters:
     ) -> None:
         require_layers(model, "nonfinite")
         self._model, self._wrapped = model, inner is not None and inner is not model
-        self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
         self._names = [""]
         self._order: dict[int, None] = {}  # layers as they were first called
-        self._rows: list[torch.Tensor] = []  # of each micro-batch: counts forward, backward
+        self._rows: list[_Seen] = []  # of each micro-batch, by direction and number of the layer
         self._usual: set[str] = set()
-        self._of_gradients = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        self._of_gradients = _Seen()
         self.paused = False  # while a micro-batch is repeated, and nobody asks where its values are not finite
         self._repeats = self._closed = False
         self._hooks = [
@@ -71,20 +100,20 @@ class Counters:
     def clear(self) -> None:
         """Begin a step."""
         self._rows = []
-        self._of_gradients.zero_()
+        self._of_gradients = _Seen()
 
     def gradients_finite(self) -> bool:
         """Return whether the gradients of the parameters were finite in all micro-batches since the last step."""
-        return not bool(self._of_gradients)
+        return not self._of_gradients.bad()
 
     def _gradient(self, gradient: torch.Tensor) -> None:
         if not self.paused and not self._repeats:
-            _count(self._of_gradients, 0, 0, gradient)
+            self._of_gradients.add("", gradient)
 
     def _begins(self, model: torch.nn.Module, _args: Any) -> None:
         if self.paused or self._repeats or not model.training or not torch.is_grad_enabled():
             return
-        self._rows.append(torch.zeros(2, len(self._names), dtype=torch.int64, device=self._device))
+        self._rows.append(_Seen())
 
     def _computed(self, at: int, _module: torch.nn.Module, _args: Any, output: Any) -> None:
         if self.paused or not self._rows or not self._model.training:
@@ -92,9 +121,9 @@ class Counters:
         self._order.setdefault(at)
         row = self._rows[-1]
         for tensor in floats(output):
-            _count(row, 0, at, tensor)
+            row.add((False, at), tensor)
             if tensor.requires_grad:
-                tensor.register_hook(partial(_count, row, 1, at))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(row.add, (True, at)))  # type: ignore[no-untyped-call]
 
     def found(self, finite: Callable[[], bool]) -> Place | None:
         """Return where values that are not finite appear first, if they reach a gradient that the next step uses.
@@ -102,12 +131,10 @@ class Counters:
         Args:
             finite: returns whether all these gradients are finite. Called only if a layer has other values.
         """
-        if not self._rows:
+        seen = [row.bad() for row in self._rows]
+        if not any(seen):
             return None
-        rows = torch.stack(self._rows)
-        if not bool(rows.any()):
-            return None
-        counted = [self._counted(row) for row in rows.tolist()]
+        counted = [self._counted(each) for each in seen]
         if finite():
             self._usual |= {name for each in counted for name in each.forward}
             return None
@@ -124,12 +151,12 @@ class Counters:
         """
         if self._closed:
             return -1
-        kept, row = (self._rows, self.paused), torch.zeros(2, len(self._names), dtype=torch.int64, device=self._device)
+        kept, row = (self._rows, self.paused), _Seen()
         self._rows, self.paused, self._repeats = [row], False, True
         try:
             if play(partial(self._computed, 0, self._model, ()) if self._wrapped else lambda _: None):
                 return 0
-            place = first_place([self._counted(row.tolist())], self._usual)
+            place = first_place([self._counted(row.bad())], self._usual)
         finally:
             (self._rows, self.paused), self._repeats = kept, False
         return -1 if place is None else self.number(place)
@@ -138,8 +165,8 @@ class Counters:
         """Return a number of a layer and a direction, which is the same on all ranks with this model, from 1."""
         return 1 + 2 * self._names.index(place.layer) + place.backward
 
-    def _counted(self, row: list[list[int]]) -> Counted:
-        named = [{self._names[at]: each[at] for at in self._order if each[at]} for each in row]
+    def _counted(self, bad: Collection[Hashable]) -> Counted:
+        named = [tuple(self._names[at] for at in self._order if (backward, at) in bad) for backward in (False, True)]
         return Counted(named[0], named[1])
 
 
@@ -149,13 +176,10 @@ def require_layers(model: torch.nn.Module, check: str) -> None:
         raise ConfigError(f'the check "{check}" sees no layers of a compiled model; name the other checks in "checks"')
 
 
-@torch.no_grad()
-def _count(row: torch.Tensor, way: int, at: int, tensor: torch.Tensor) -> None:
-    values = local(tensor)
-    row[way, at] += (values.numel() - torch.isfinite(values).sum()).to(row.device)
-
-
 def all_finite(tensors: Iterable[torch.Tensor | None]) -> bool:
     """Return whether all values of this rank are finite. Tensors may be None."""
-    parts = [local(each) for each in tensors if each is not None]
-    return all(bool(torch.isfinite(each).all()) for each in parts if each.numel() and each.is_floating_point())
+    seen = _Seen()
+    for each in tensors:
+        if each is not None and each.is_floating_point():
+            seen.add("", each)
+    return not seen.bad()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -23,15 +23,15 @@ class Cause(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The counts of one micro-batch on one rank.
+    """What is not finite in one micro-batch on one rank.
 
     Attributes:
-        forward: number of values that are not finite in the output of each layer, in forward order. Others are left out.
+        forward: layers whose output has values that are not finite, in forward order.
         backward: the same of the gradient of the output, in forward order too.
     """
 
-    forward: Mapping[str, int] = field(default_factory=dict)
-    backward: Mapping[str, int] = field(default_factory=dict)
+    forward: tuple[str, ...] = ()
+    backward: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,11 @@ class Place:
         layer: name of the layer; '' is the whole model.
         backward: in the gradient of its output.
         micro_batch: of the step, from 0.
-        count: number of such values there.
     """
 
     layer: str
     backward: bool
     micro_batch: int
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +70,15 @@ def first_place(micro_batches: Sequence[Counted], usual: Collection[str] = ()) -
     The whole model '' comes last in forward order, and so its gradient, which is that of the loss, first in backward order.
 
     Args:
-        micro_batches: counts of each micro-batch of a step.
+        micro_batches: of a step.
         usual: layers whose output is not finite in sound steps either, such as a mask with infinities.
     """
     for at, each in enumerate(micro_batches):
         for layer in sorted(each.forward, key=lambda name: name == ""):
-            if each.forward[layer] and layer not in usual:
-                return Place(layer, False, at, each.forward[layer])
-        for layer in sorted(reversed(list(each.backward)), key=lambda name: name != ""):
-            if each.backward[layer]:
-                return Place(layer, True, at, each.backward[layer])
+            if layer not in usual:
+                return Place(layer, False, at)
+        for layer in sorted(reversed(each.backward), key=lambda name: name != ""):
+            return Place(layer, True, at)
     return None
 
 

@@ -68,8 +68,8 @@ def nonfinite(found: NonFinite) -> str:
         where = f"the gradient of {where}" if place.layer else "the gradient of the loss"
     batch = f"; the micro-batch is in {found.batch}" if found.batch else ""
     return (
-        f"NONFINITE step {found.step}, micro-batch {place.micro_batch}: rank {found.rank} (on {found.host}): first in {where}: "
-        f"{place.count} values ({_WHY[found.cause]}){batch}"
+        f"NONFINITE step {found.step}, micro-batch {place.micro_batch}: rank {found.rank} (on {found.host}): first in {where} "
+        f"({_WHY[found.cause]}){batch}"
     )
 
 
