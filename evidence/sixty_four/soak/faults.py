@@ -247,8 +247,9 @@ def fill(folder: Path) -> None:
 
 
 def _full_disk(case: Case) -> None:
+    begin = time.time()
     fill(case.job.place.disk)
-    case.job.go_on(50, 60)  # past a save to disk
+    waited(lambda: any(each["what"] == "not saved" and each["at"] > begin for each in case.job.events()), 200)
     time.sleep(FILLED_S / 4)
 
 
@@ -258,7 +259,7 @@ def _free_disk(case: Case) -> None:
 
 def _full_shm(case: Case) -> None:
     fill(case.job.place.of(case.host, "shm"))
-    case.job.go_on(30, 60)
+    case.job.go_on(30, 200)  # past two saves into memory
 
 
 def _free_shm(case: Case) -> None:
