@@ -44,8 +44,9 @@ def time_collectives(options: TimingOptions | None = None) -> bool:
     """Time the collectives of this process, and start the agent of the host, in a loop of plain torch.
 
     Call it on every rank once ``torch.distributed`` is initialized, before the model is wrapped. Each step of the optimizer
-    that steps first counts as a training step, and goes on from the step that ``resume_or_start`` has loaded. A second call
-    changes nothing. DeepSpeed and Megatron have options for timing, which also record their phases.
+    that steps first counts as a training step. After a restart the count goes on from the step that ``resume_or_start`` has
+    loaded, or else from the one in the state of the optimizer. A second call changes nothing. DeepSpeed and
+    Megatron have options for timing, which also record their phases.
 
     Args:
         options: options of timing; default: enabled, all others as in the reference.
@@ -76,8 +77,19 @@ def time_collectives(options: TimingOptions | None = None) -> bool:
     def stepped(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if not first:
             first.append(optimizer)
+            session.stands_at_least(steps_in(optimizer) - 1)
         if optimizer is first[0]:
             session.stepped_on()
 
     register_optimizer_step_post_hook(stepped)
     return True
+
+
+def steps_in(optimizer: Any) -> int:
+    """Return how many steps an optimizer has done by its own state; 0 if that is not known, or lies on a device."""
+    with contextlib.suppress(Exception):  # of any class
+        for state in optimizer.state.values():
+            step = state.get("step", 0)
+            near = isinstance(step, (int, float)) or (step.device.type == "cpu" and not hasattr(step, "full_tensor"))
+            return int(step) if near else 0
+    return 0

@@ -227,6 +227,10 @@ class ProcessTiming:
         """
         self._steps = step
 
+    def stands_at_least(self, step: int) -> None:
+        """Take the number of steps from elsewhere, unless a checkpoint has told a larger one."""
+        self._steps = max(self._steps, step)
+
     def folder(self) -> Path | None:
         """Return the folder of the rings on this host; None without a session."""
         return None if self._session is None else self._session.folder
@@ -295,7 +299,7 @@ _process = ProcessTiming()  # the hooks of torch and of the frameworks exist onc
 start, stop, stepped, in_phase, folder = _process.start, _process.stop, _process.stepped, _process.in_phase, _process.folder
 checkpoint_io, memory_status, time_layers = _process.checkpoint_io, _process.memory_status, _process.time_layers
 watch_evaluation, evaluates, reduces = _process.watch_evaluation, _process.evaluates, _process.reduces
-stepped_on, stands_at = _process.stepped_on, _process.stands_at
+stepped_on, stands_at, stands_at_least = _process.stepped_on, _process.stands_at, _process.stands_at_least
 
 
 def _folder(given: Path | None, named: Path | None, job: str) -> Path:

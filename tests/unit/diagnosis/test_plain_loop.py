@@ -129,6 +129,36 @@ def test_steps_go_on_from_the_one_that_was_loaded(tmp_path: Path) -> None:
     assert numbers == [[1, 2], [4, 5, 6]]  # the begin of the first one is not known
 
 
+LOADED = """
+import sys
+import torch, torch.distributed as dist
+import unickpt
+from unickpt.base.options.job import TimingOptions
+folder = sys.argv[1]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+model = torch.nn.Linear(2, 2)
+def train(steps, state):
+    optimizer = torch.optim.AdamW(model.parameters())
+    if state is not None:
+        optimizer.load_state_dict(state)
+    for step in range(steps):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    return optimizer.state_dict()
+state = train(3, None)
+unickpt.time_collectives(TimingOptions(enabled=True, watch=False, folder=folder + "/rings"))
+train(4, state)
+"""
+
+
+def test_steps_go_on_from_the_state_of_an_optimizer_that_was_loaded_in_another_way(tmp_path: Path) -> None:
+    """As programs with ``torch.load`` do, and libraries on torch."""
+    subprocess.run([sys.executable, "-c", LOADED, str(tmp_path)], env=environment(REPO), check=True, timeout=120)
+    (folder,) = {path.parent for path in (tmp_path / "rings").rglob("*.ring")}
+    records = read_folder(folder).ranks[0].records
+    assert records["step"][records["op"] == Op.STEP].tolist() == [4, 5, 6]  # the begin of the first one is not known
+
+
 UNCHANGED = """
 import sys
 import torch, torch.distributed as dist
