@@ -40,6 +40,13 @@ class Witnessing(Protocol):
     def forget(self) -> None: ...
 
 
+class Replaying(Protocol):
+    """What hooks tell of the steps of an engine that ``unickpt replay-step`` repeats (``EngineReplay``)."""
+
+    def before(self, engine: Any) -> None: ...
+    def after(self, engine: Any) -> None: ...
+
+
 class EngineRuntime:
     """Makes the message exchanges of this process. Each has its own keys in the job's store.
 
@@ -54,6 +61,7 @@ class EngineRuntime:
         compressed: compression of the gradients that an engine, or its ZeRO optimizer, reduces.
         choosing: engines whose job chooses a compression by itself.
         witnesses: witness of an engine.
+        replays: what records the steps of an engine for ``unickpt replay-step``.
         owners: models of the engines that use unickpt; None before the first one.
         readers: checkpoint engines that load unickpt checkpoints into engines without the ``unickpt`` key.
         script_found: folder that ``get_last_checkpoint`` last returned to a script; None before.
@@ -68,6 +76,7 @@ class EngineRuntime:
         self.compressed: WeakKeyDictionary[Any, Compressed] = WeakKeyDictionary()
         self.choosing: WeakKeyDictionary[Any, Choosing] = WeakKeyDictionary()
         self.witnesses: WeakKeyDictionary[Any, Witnessing] = WeakKeyDictionary()
+        self.replays: WeakKeyDictionary[Any, Replaying] = WeakKeyDictionary()
         self.owners: Owners | None = None
         self.readers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self.script_found: str | None = None

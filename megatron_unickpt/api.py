@@ -19,18 +19,20 @@ from megatron_unickpt.dist_checkpointing import loading, masters, saving
 from megatron_unickpt.dist_checkpointing.lacking import Fit
 from megatron_unickpt.edge import RUNTIME
 from megatron_unickpt.framework import internals
-from megatron_unickpt.framework.errors import MegatronSaveError, as_agreed_failures, as_megatron_errors
+from megatron_unickpt.framework.errors import MegatronCheckpointError, MegatronSaveError, as_agreed_failures, as_megatron_errors
 from megatron_unickpt.held_state.common_state import VOCABULARY
 from megatron_unickpt.held_state.foreign_state import Receiver
 from megatron_unickpt.held_state.optimizer import METADATA
 from megatron_unickpt.pretraining import schedule
 from megatron_unickpt.pretraining.choices import step_of
+from megatron_unickpt.witnessing import replaying
 from unickpt.base.errors import ConfigError
 from unickpt.base.logs import logger
 from unickpt.base.options.job import MISSING, MemoryOptions
 from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.load.candidates import Candidates
 from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.replayed import layout_of, replayed, replays
 from unickpt.checkpoint.load.resume import Offer, Together, resume
 from unickpt.checkpoint.memory.offers import MemoryResume
 from unickpt.checkpoint.save import shutdown
@@ -147,10 +149,13 @@ def load(
         MegatronCheckpointError: the checkpoint is damaged or does not fit.
     """
     with RUNTIME.among(group, timeout_s):
-        return _load(
+        directory = _instead(directory)
+        found = _load(
             directory, model, optimizer, scheduler=scheduler, metadata=metadata, strict=strict, load_dialect=load_dialect,
             missing_state=missing_state,
         )  # fmt: skip
+    _replay(directory, model, optimizer)
+    return found
 
 
 def resume_or_start(
@@ -205,14 +210,40 @@ def resume_or_start(
                     source=partial(in_memory.open, offer), load_dialect=load_dialect, missing_state=missing_state,
                 )  # fmt: skip
             in_memory.loaded(offer, offer.step)
+            loaded.append(offer.directory)
             return found
 
+        loaded: list[str] = []
         offers = in_memory.offers(on_disk, lambda: -1)
         with as_megatron_errors():
             found = resume(exchange, offers.next, attempt, lambda _: {"iteration": 0, "extra": {}}, where=where)
         _note_resumed(model, where)
         session.stands_at(int(found["iteration"]))
-        return found
+    if loaded:
+        _replay(loaded[-1], model, optimizer)
+    return found
+
+
+def _instead(directory: str | Path) -> str | Path:
+    """Return the checkpoint that ``unickpt replay-step`` wants, if it has started this process and the folder is its own.
+
+    Raises:
+        MegatronCheckpointError: there is no such checkpoint.
+    """
+    request = replays(str(directory))
+    found = None if request is None else replayed(request, str(directory))
+    if found is None:
+        return directory
+    if found.refused:
+        raise MegatronCheckpointError(found.refused)
+    return found.directory
+
+
+def _replay(directory: str | Path, model: Any, optimizer: Any) -> None:
+    """Record the steps after a load, if ``unickpt replay-step`` has started this process."""
+    request = replays(str(directory))
+    if request is not None:
+        replaying.begin(RUNTIME, request, model, optimizer, layout_of(str(directory)))
 
 
 def _note_resumed(model: Any, folder: str) -> None:

@@ -81,6 +81,13 @@ class Witnessing(Protocol):
     def after(self, result: Any) -> None: ...
 
 
+class Replaying(Protocol):
+    """What hooks tell of the steps of an optimizer that ``unickpt replay-step`` repeats (``OptimizerReplay``)."""
+
+    def before(self) -> None: ...
+    def after(self, result: Any) -> None: ...
+
+
 @dataclass
 class AskedWitness:
     """A witness that the arguments of a training script ask for, until its first step.
@@ -107,6 +114,7 @@ class Runtime:
         call: call of the training scripts that is in progress; an empty one outside of one.
         preemption: what lets all ranks of a script stop together; None before its first iteration has ended.
         witnesses: witness of an optimizer.
+        replays: what records the steps of an optimizer for ``unickpt replay-step``.
         asked_witness: what a training script asks for, until it has begun; None otherwise.
         resumed: folders from which ``resume_or_start`` has loaded the models of a program, each with one of its parameters.
         boundaries: ends of iterations that it has looked at.
@@ -123,6 +131,7 @@ class Runtime:
         self.call = ScriptCall()
         self.preemption: Preemption | None = None
         self.witnesses: WeakKeyDictionary[Any, Witnessing] = WeakKeyDictionary()
+        self.replays: WeakKeyDictionary[Any, Replaying] = WeakKeyDictionary()
         self.asked_witness: AskedWitness | None = None
         self.resumed: list[tuple[ref[Any], str]] = []
         self.boundaries = 0

@@ -14,6 +14,7 @@ from typing import Any
 from torch_unickpt.framework.declaration import declared, declared_in_trainer, declared_in_verl
 from torch_unickpt.framework.versions import FRAMEWORK, version
 from unickpt.base import hooks
+from unickpt.base.step_replay import saves_nothing
 from unickpt.base.switch import Switch, switch, times
 
 STORAGE = "torch.distributed.checkpoint.filesystem"
@@ -42,6 +43,8 @@ def _is_plain_writer(writer: Any) -> bool:
 def _save(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
     given = _arguments(wrapped, args, kwargs)
     writer, ours = given["storage_writer"], "torch_unickpt.dcp.storage"
+    if saves_nothing(getattr(writer, "path", "a state dict"), first=not _rank()):
+        return sys.modules["torch.distributed.checkpoint.metadata"].Metadata({})
     explicit = _is(writer, "UnickptWriter", ours)
     together = given.get("use_collectives", True)
     if not explicit and not (together and _is_plain_writer(writer) and switch().saves):
@@ -49,6 +52,12 @@ def _save(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -
     from torch_unickpt.dcp import switched
 
     return switched.save(wrapped, given, explicit=explicit)
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _async_save(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from unickpt.checkpoint.save.requests import SaveOptions
     from unickpt.checkpoint.save.saver import Saver
     from unickpt.checkpoint.witness_faults import FaultFolders
+    from unickpt.training.witness.replay.recorder import Recorder
 
 
 class Runtime:
@@ -24,12 +25,14 @@ class Runtime:
     Attributes:
         owners: models that were saved or loaded; None before the first one.
         said: lines that were logged once.
+        replay: what ``unickpt replay-step`` has asked this process to record; None otherwise.
         saving: held by the thread that saves a state dict of DCP, which may be one of torch.
     """
 
     def __init__(self) -> None:
         self.owners: Owners | None = None
         self.said: set[str] = set()
+        self.replay: Recorder | None = None
         self.saving = threading.Lock()
         self._savers: dict[tuple[str, SaveOptions], Saver] = {}
         self._owner_of: WeakKeyDictionary[Any, Owner] = WeakKeyDictionary()

@@ -10,6 +10,7 @@ from typing import Any
 
 from ds_unickpt.batch import batches
 from ds_unickpt.checkpoint_engine import UnickptCheckpointEngine, ours_for
+from ds_unickpt.edge import RUNTIME
 from ds_unickpt.loading import other_layouts
 from ds_unickpt.loading.restore import EngineRestore
 from ds_unickpt.loading.restore_engine import restore_engine
@@ -17,14 +18,16 @@ from ds_unickpt.loading.restore_objects import LoadArguments
 from ds_unickpt.loading.sources import InMemory, InTrainerFolder, Noted, OnDisk, Source
 from ds_unickpt.loops import memory_note, trainer_folders
 from ds_unickpt.saving import hints
+from ds_unickpt.witnessing import replaying
 from unickpt.base.errors import ConfigError, UnickptError
 from unickpt.base.logs import logger
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.failure import DAMAGE, failure_of
+from unickpt.checkpoint.load.replayed import layout_of, replays
 from unickpt.checkpoint.load.resume import Offer, Together, resume
 from unickpt.checkpoint.save import shutdown
-from unickpt.checkpoint.storage.base import absolute, is_url, join
+from unickpt.checkpoint.storage.base import absolute, is_url, join, split
 
 
 def load_checkpoint(
@@ -78,7 +81,11 @@ def load_checkpoint(
     )
     shutdown.finish_all(ending=False)
     ours.exchange.begin("load")
-    return _Load(ours, engine, str(load_dir), wanted, natively, tag=tag, newest=newest).run()
+    found = _Load(ours, engine, str(load_dir), wanted, natively, tag=tag, newest=newest).run()
+    request = replays(str(load_dir))
+    if request is not None and found[0] is not None:
+        replaying.begin(RUNTIME, request, engine, layout_of(split(found[0])[0]))
+    return found
 
 
 def _natively(native: Callable[[], Any], engine: Any, load_dir: Any, tag: Any, *, enabled: bool) -> Any:

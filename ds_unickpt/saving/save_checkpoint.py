@@ -15,6 +15,7 @@ from ds_unickpt.loops import callers
 from ds_unickpt.saving import capture, committed
 from unickpt.base.errors import CoordinationError, SaveFailedError
 from unickpt.base.logs import logger
+from unickpt.base.step_replay import saves_nothing
 from unickpt.checkpoint.coordination.failure import FailureKind, sentence
 from unickpt.checkpoint.coordination.message_exchange import Message
 from unickpt.checkpoint.save import shutdown
@@ -54,6 +55,8 @@ def save_checkpoint(
     Raises:
         SaveFailedError: no checkpoint was written, and Trainer or Lightning would now delete the last complete one.
     """
+    if saves_nothing(f"{save_dir}/{tag or f'global_step{engine.global_steps}'}", first=not engine.global_rank):
+        return False
     client_state = {} if client_state is None else client_state
     ours = ours_for(engine)
     arguments: dict[str, Any] = {

@@ -14,7 +14,7 @@ from unickpt.base.hooks import Hook
 
 
 def _stepped(runtime: EngineRuntime, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-    own = runtime.witnesses.get(instance)
+    own = runtime.replays.get(instance) or runtime.witnesses.get(instance)
     if own is None:
         return wrapped(*args, **kwargs)
     own.before(instance)

@@ -23,6 +23,7 @@ from unickpt.base.errors import ConfigError
 from unickpt.base.logs import logger
 from unickpt.base.options.job import WitnessOptions
 from unickpt.base.round_folder import folder_of_round
+from unickpt.base.step_replay import asked
 from unickpt.checkpoint.witness_faults import FaultFolders
 from unickpt.training.witness.agreeing import Ranks, circles, ranks_of
 from unickpt.training.witness.buddies import Buddies
@@ -92,7 +93,7 @@ def begin(runtime: EngineRuntime, engine: Any, options: WitnessOptions) -> None:
         ConfigError: there is no such check.
     """
     settings = settings_from(options)
-    if settings is None:
+    if settings is None or asked() is not None:  # a job that repeats a step records all of it
         return
     job = Ranks.of(None, engine.device)
     try:

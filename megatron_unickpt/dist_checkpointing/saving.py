@@ -24,6 +24,7 @@ from megatron_unickpt.held_state import optimizer_forms, sharded_tensors
 from megatron_unickpt.held_state.common_state import COMMON, digests_of, readable
 from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
 from unickpt.base.logs import logger, make_visible
+from unickpt.base.step_replay import asked
 from unickpt.checkpoint.checkpoint_folder import ITERATION
 from unickpt.checkpoint.coordination.message_exchange import Message
 from unickpt.checkpoint.memory.tier import MemoryTurn
@@ -258,7 +259,7 @@ class MegatronSave:
             MegatronSaveError: no checkpoint was written.
         """
         self.wait()
-        if not self.committed:
+        if not self.committed and asked() is None:  # a job that repeats a step has saved nothing, and said so
             result = self.pending.result
             failed = MegatronSaveError(
                 f"Gave up saving {self.pending.directory} ({self.pending.cause()}). "

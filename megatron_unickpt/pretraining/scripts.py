@@ -39,13 +39,16 @@ from megatron_unickpt.pretraining.arguments import (
 )
 from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
 from megatron_unickpt.tracker import Diverted
+from megatron_unickpt.witnessing import replaying
 from unickpt.base.errors import MismatchError, NotACheckpointError, StorageError
 from unickpt.base.logs import logger
+from unickpt.base.step_replay import saves_nothing
 from unickpt.base.switch import switch
 from unickpt.checkpoint.checkpoint_folder import ITERATION
 from unickpt.checkpoint.format.topology import describe
 from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.replayed import layout_of, replays
 from unickpt.checkpoint.load.resume import AgreedFailureError, Offer, Together, resume
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.storage.base import absolute, split
@@ -94,6 +97,8 @@ def save_checkpoint(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, *
 
     If unickpt does not support the job's state on a rank, Megatron saves in its own format in the same call.
     """
+    if saves_nothing(getattr(_arguments(), "save", None), first=not torch.distributed.get_rank()):
+        return None
     if not active():
         with runtime.during(_NATIVE if switch().saves else runtime.call):  # the flag counts more than the switch
             return wrapped(*args, **kwargs)
@@ -224,10 +229,12 @@ def load_checkpoint(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, *
             Together(exchange, offer.directory).step("check", partial(in_memory.check, offer))
         result = _universal(runtime, wrapped, bound, options, offer, skipped, partial(in_memory.open, offer))
         in_memory.loaded(offer, offer.step)
+        loaded.append(offer.directory)
         return result
 
+    loaded: list[str] = []
     with as_megatron_errors():
-        return resume(
+        result = resume(
             exchange,
             offers.next,
             attempt,
@@ -235,6 +242,10 @@ def load_checkpoint(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, *
             where=str(load_dir),
             fall_back=options_of(options).fall_back,
         )
+    request = replays(str(load_dir))
+    if request is not None and loaded:
+        replaying.begin(runtime, request, bound.arguments["ddp_model"], bound.arguments["optimizer"], layout_of(loaded[-1]))
+    return result
 
 
 def _scheduled(bound: inspect.BoundArguments) -> tuple[Any, Any]:

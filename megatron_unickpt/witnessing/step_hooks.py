@@ -28,7 +28,7 @@ def _stepped(runtime: Runtime, wrapped: Callable[..., Any], instance: Any, args:
         from megatron_unickpt.witnessing import watch
 
         watch.begin(runtime, asked.chunks, instance, asked.settings, internals.iterations_done() or 0, asked.folders())
-    own = runtime.witnesses.get(instance)
+    own = runtime.replays.get(instance) or runtime.witnesses.get(instance)
     if own is None:
         return wrapped(*args, **kwargs)
     own.before()

@@ -21,6 +21,7 @@ from unickpt.api.witness import Witness
 from unickpt.base import hooks
 from unickpt.base.errors import ConfigError
 from unickpt.base.logs import logger, make_visible
+from unickpt.base.step_replay import asked
 from unickpt.checkpoint.witness_faults import FaultFolders
 from unickpt.training.witness.agreeing import Ranks, circles, ranks_of
 from unickpt.training.witness.counting import Counters, all_finite
@@ -88,6 +89,8 @@ def begin(
 ) -> Witness:  # fmt: skip
     """Watch a model. If that cannot begin, a warning says why, and training goes on. ``folders``: of its checkpoints."""
     make_visible()
+    if asked() is not None:  # a job that repeats a step records all of it
+        return Witness(None)
     device = next((each.device for chunk in chunks for each in chunk.parameters()), torch.device("cpu"))
     job = Ranks.of(None, device)
     try:

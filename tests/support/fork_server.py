@@ -30,7 +30,7 @@ from tests.support import framework_imports
 
 # What differs between jobs, and no import reads.
 _READ_LATER = re.compile(
-    "PYTEST_CURRENT_TEST|UNICKPT_ROUND|UNICKPT_TEST_URL|BREAK_SAVE|GLOO_SOCKET_IFNAME|TORCH_FR_BUFFER_SIZE|XDG_CACHE_HOME|AWS_.*"
+    "PYTEST_CURRENT_TEST|UNICKPT_REPLAY|UNICKPT_ROUND|UNICKPT_TEST_URL|BREAK_SAVE|GLOO_SOCKET_IFNAME|TORCH_FR_BUFFER_SIZE|XDG_CACHE_HOME|AWS_.*"
 )
 _FRAMEWORKS = {  # of packages of jobs
     "tests.jobs.compression": "deepspeed",

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from unickpt.api.dtensors import is_dtensor
 from unickpt.base.errors import UnsupportedLayoutError
 from unickpt.checkpoint.save.kept import KeptFacts
 from unickpt.checkpoint.save.module_tree import ModuleTree
@@ -45,6 +47,18 @@ class Names:
         """Global shapes of parameters and buffers, under each of their names."""
         found = {name: tuple(tensor.shape) for name, tensor in {**self.parameters, **self.buffers}.items()}
         return found | {alias: found[name] for alias, name in self.aliases.items()}
+
+
+def topology_of(names: Names, world: int) -> dict[str, Any]:
+    """Return the layout of a job, for the manifest: its ranks, and the device mesh of its parameters."""
+    parameters: list[Any] = list(names.parameters.values())
+    divided = any(issubclass(kind, DTensor) for kind in set(map(type, parameters)))  # of thousands, most are of one type
+    mesh = next((each.device_mesh for each in parameters if is_dtensor(each)), None) if divided else None
+    topology: dict[str, Any] = {"world_size": world}
+    if mesh is not None:
+        dims = mesh.mesh_dim_names or tuple(f"dim{at}" for at in range(mesh.ndim))
+        topology["mesh"] = dict(zip(dims, mesh.shape, strict=True))
+    return topology
 
 
 def without_ddp(module: torch.nn.Module) -> torch.nn.Module:

@@ -15,6 +15,7 @@ from torch_unickpt.edge import RUNTIME
 from torch_unickpt.held_state.job_objects import JobObjects, RestoredObjects, schedulers_of
 from torch_unickpt.held_state.names import Names, facts_of, names_of
 from torch_unickpt.held_state.optimizers import Optimizers, RestoredOptimizers, unwrapped
+from torch_unickpt.witnessing import replaying
 from unickpt.api.group import Group, exchange_of
 from unickpt.api.loading import Found, HowToLoad, load
 from unickpt.api.state import Key, Value
@@ -26,6 +27,7 @@ from unickpt.base.options.job import MemoryOptions
 from unickpt.checkpoint.coordination.owners import Origin
 from unickpt.checkpoint.load.candidates import Candidates
 from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.replayed import layout_of, replays
 from unickpt.checkpoint.load.report import LoadReport
 from unickpt.checkpoint.load.resume import Offer, Together, resume
 from unickpt.checkpoint.memory.offers import MemoryResume
@@ -248,6 +250,9 @@ def _resumed(
     if ranks.rank == 0 and start.path != folder:
         RUNTIME.folders(job.model).loaded(folder)
     exchange.leave()
+    request = replays(folder)
+    if request is not None and start.path is not None:
+        replaying.begin(RUNTIME, request, job.model, job.optimizer, layout_of(start.path), group)
     return start
 
 

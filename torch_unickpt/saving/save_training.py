@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from torch_unickpt.edge import RUNTIME
 from torch_unickpt.held_state.job_objects import JobObjects, schedulers_of
 from torch_unickpt.held_state.known_training import TrainingState, trained
-from torch_unickpt.held_state.names import Names, facts_of
+from torch_unickpt.held_state.names import Names, facts_of, topology_of
 from torch_unickpt.held_state.optimizers import unwrapped
 from unickpt import __version__
-from unickpt.api.dtensors import is_dtensor
 from unickpt.api.group import Group, exchange_of
 from unickpt.api.holders import Holders, agreed_holders
 from unickpt.base.errors import SaveFailedError
@@ -172,12 +170,6 @@ def _part(record: OptimizerRecord | None, holders: Holders, rank: int) -> Optimi
 
 def _writer(model: torch.nn.Module, names: Names, world: int, origin: dict[str, Any]) -> Writer:
     facts = facts_of(model)
-    parameters: list[Any] = list(names.parameters.values())
-    divided = any(issubclass(kind, DTensor) for kind in set(map(type, parameters)))  # of thousands, most are of one type
-    mesh = next((each.device_mesh for each in parameters if is_dtensor(each)), None) if divided else None
-    topology: dict[str, Any] = {"world_size": world}
-    if mesh is not None:
-        dims = mesh.mesh_dim_names or tuple(f"dim{at}" for at in range(mesh.ndim))
-        topology["mesh"] = dict(zip(dims, mesh.shape, strict=True))
     dialect = HUGGINGFACE if facts.family else "torch"
+    topology = topology_of(names, world)
     return Writer("torch", torch.__version__, __version__, torch.__version__, dialect, topology, facts.as_json(), origin)

@@ -20,6 +20,7 @@ from unickpt.api.witness import Witness
 from unickpt.base.errors import ConfigError
 from unickpt.base.logs import logger, make_visible
 from unickpt.base.round_folder import folder_of_round
+from unickpt.base.step_replay import asked
 from unickpt.checkpoint.save.late_copy import silent_steps
 from unickpt.training.witness.agreeing import Ranks, meet, ranks_of
 from unickpt.training.witness.buddies import Buddies
@@ -61,7 +62,7 @@ def witness(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any] |
             ranks hold other parameters, such as those of another pipeline stage.
     """
     settings = settings_of(options)
-    if settings is None:
+    if settings is None or asked() is not None:  # a job that repeats a step records all of it
         return Witness(None)
     make_visible()
     optimizers = unwrapped(optimizer)

@@ -33,21 +33,23 @@ class _Command:
         name: of the command.
         help: one line for ``unickpt --help``.
         interrupted: what to do after Ctrl-C.
+        starts: the words after ``--`` are a program and its arguments, ``args.command``.
     """
 
     name: str
     help: str
     interrupted: str = _NOTHING_DONE
+    starts: bool = False
 
     @property
     def module(self) -> str:
         """Name of its module."""
-        return f"unickpt.cli.{self.name}_command"
+        return f"unickpt.cli.{self.name.replace('-', '_')}_command"
 
     @property
     def arguments(self) -> str:
         """Name of the module with its arguments."""
-        return f"unickpt.cli.parsers.{self.name}"
+        return f"unickpt.cli.parsers.{self.name.replace('-', '_')}"
 
 
 COMMANDS = (
@@ -68,6 +70,7 @@ COMMANDS = (
     _Command("upcycle", "make a mixture of experts with the outputs of a dense model", _GOES_ON),
     _Command("average", "make a checkpoint that is the mean of several", _GOES_ON),
     _Command("watch", "run a program, such as torchrun, with timing of its collectives"),
+    _Command("replay-step", "compute a step again from a checkpoint, twice, and say where it differs", starts=True),
     _Command("diagnose", "find the rank or link that a job waits for"),
     _Command("top", "show a job live in the terminal: verdicts, hosts, who waits for whom"),
     _Command(
@@ -167,7 +170,12 @@ def _parse(arguments: list[str], called: str | None) -> argparse.Namespace:
     empty = [at for at, word in enumerate(arguments) if not word and not arguments[at - 1].startswith("-")]
     if empty:  # an unset variable in a script, which a path would read as the current directory
         parser.error(f"argument {empty[0]} is empty")
-    return parser.parse_args(arguments)
+    starts = any(command.starts for command in COMMANDS if command.name == called)
+    end = arguments.index("--") if starts and "--" in arguments else len(arguments)
+    args = parser.parse_args(arguments[:end])
+    if starts:
+        args.command = arguments[end + 1 :]
+    return args
 
 
 if __name__ == "__main__":

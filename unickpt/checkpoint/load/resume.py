@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from unickpt.base.errors import CorruptCheckpointError, HostPeerFailedError, MismatchError, UnickptError
+from unickpt.base import step_replay
+from unickpt.base.errors import ConfigError, CorruptCheckpointError, HostPeerFailedError, MismatchError, UnickptError
 from unickpt.base.listing import some
 from unickpt.base.logs import logger
 from unickpt.checkpoint.checkpoint_folder import complete_checkpoints
@@ -22,6 +23,7 @@ from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.fence import take_on_resume
 from unickpt.checkpoint.load.checkpoint import Planned
 from unickpt.checkpoint.load.failure import error_of, failure_of, is_damage
+from unickpt.checkpoint.load.replayed import replayed, replays
 from unickpt.checkpoint.witness_faults import note_gone_back
 
 T = TypeVar("T")
@@ -58,6 +60,7 @@ class Offer:
         failure: why the coordinator cannot select a checkpoint.
         generation: number of a generation in the memory of the hosts; 0 for a checkpoint on disk.
         checked: each host first removes its damaged files of the generation.
+        replays: the coordinator repeats a step for ``unickpt replay-step``.
     """
 
     directory: str = ""
@@ -72,6 +75,7 @@ class Offer:
     failure: Failure | None = None
     generation: int = 0
     checked: bool = False
+    replays: bool = False
 
     def to_message(self) -> dict[str, Any]:
         """Return a JSON-compatible value."""
@@ -213,12 +217,19 @@ def resume(
     """
     skipped: list[str] = []
     tried = False
-    if exchange.rank == 0:
+    request = replays(where)
+    if exchange.rank == 0 and step_replay.asked() is None:
         take_on_resume(where)
     while True:
         found = Offer.from_message(
             exchange.broadcast("offer", _offered(offer, where).to_message() if exchange.rank == 0 else None)
         )
+        if found.replays != (request is not None) and found.failure is None:
+            has, lacks = (0, exchange.rank) if found.replays else (exchange.rank, 0)
+            raise ConfigError(
+                f"{step_replay.VARIABLE} is in the environment of rank {has}, and not in that of rank {lacks}. All ranks need "
+                "it: let the launcher pass it on"
+            )
         if found.failure is not None:
             raise error_of([found.failure], where=where, what="cannot see what is there")
         if found.refused:
@@ -253,6 +264,8 @@ def resume(
 
 def gone_back(where: str) -> None:
     """Note that a job has loaded a checkpoint behind the faults that the witness has found."""
+    if step_replay.asked() is not None:  # which changes nothing in the folder
+        return
     try:
         note_gone_back(where)
     except UnickptError as err:
@@ -265,7 +278,11 @@ _WITHOUT_OTHERS = "Copy the files back if there is another copy of them, or star
 def _offered(offer: Callable[[], Offer], where: str) -> Offer:
     """Return the offer of the coordinator; its failure if it cannot read the folder, because the other ranks wait for it."""
     try:
-        return offer()
+        request = replays(where)
+        if request is None:
+            return offer()
+        found = replayed(request, where)
+        return Offer(found.directory, found.name, found.step, explicit=True, refused=found.refused, replays=True)
     except Exception as err:
         return Offer(failure=failure_of(err, rank=0, where=where))
 

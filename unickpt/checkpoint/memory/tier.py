@@ -12,6 +12,7 @@ from unickpt.base.errors import UnickptError
 from unickpt.base.logs import logger
 from unickpt.base.memory_status import MemoryStatus
 from unickpt.base.options.job import MemoryOptions
+from unickpt.base.step_replay import asked
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.memory.contact import publish
@@ -125,8 +126,8 @@ class MemoryTier:
 
     @property
     def enabled(self) -> bool:
-        """Whether saves go into memory."""
-        return self.options.to_disk_every > 0
+        """Whether saves go into memory. A job that repeats a step saves nothing, and loads from disk."""
+        return self.options.to_disk_every > 0 and asked() is None
 
     def save(
         self,
@@ -158,6 +159,8 @@ class MemoryTier:
         Raises:
             CoordinationError: a rank did not arrive in time.
         """
+        if asked() is not None:
+            return None
         save_dir, exchange = absolute(save_dir), exchange.separate("memory")
         known = self._folders.get(save_dir)
         if known is None:

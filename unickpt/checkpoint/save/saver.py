@@ -22,6 +22,7 @@ from unickpt.base.garbage import collection_paused
 from unickpt.base.launcher_watch import end_with_launcher
 from unickpt.base.logs import logger
 from unickpt.base.round_folder import note_saver
+from unickpt.base.step_replay import saves_nothing
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.fence import guarded, writing_copy
@@ -167,6 +168,8 @@ class Saver:
             CoordinationError: a rank did not arrive in time.
             KeyboardInterrupt, SystemExit: this rank was interrupted; no files of the save remain.
         """
+        if saves_nothing(request.directory, first=exchange.rank == 0):
+            return _left_out(PendingSave(request.directory, exchange.rank, self.counts), request)
         interrupts: list[BaseException] = []
         try:
             save = self._begun(request, exchange, asynchronous, interrupts)
@@ -365,6 +368,14 @@ class Saver:
 
 def _pends(save: PendingSave) -> bool:
     return not save.done
+
+
+def _left_out(save: PendingSave, request: SaveRequest) -> PendingSave:
+    """Return a save that all ranks skip without a message to each other."""
+    if request.forget is not None:
+        request.forget()
+    save.end(SaveResult(committed=False, skipped=True))
+    return save
 
 
 def _wait_in_pieces(wait: Callable[[float], object], goes_on: Callable[[], bool], left: Callable[[], float]) -> None:
