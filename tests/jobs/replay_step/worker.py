@@ -1,9 +1,10 @@
 """A training that ``unickpt replay-step`` repeats.
 
-Usage: ``worker.py FRAMEWORK FOLDER [FAULT]``, under a launcher. It resumes from ``FOLDER``, trains up to step 6, and saves
-after each second step. ``FAULT`` may be ``flip``: in the second repetition a bit of a gradient of rank 1 flips; ``noise``: the
-model adds noise without a seed; ``data``: each start has other data; ``once``: step 6 has other data unless it is repeated;
-``none``.
+Usage: ``worker.py KIND FOLDER [FAULT]``, under a launcher. ``KIND``: ``torch`` (DDP), ``torch:fsdp``, ``deepspeed`` (ZeRO-1),
+``deepspeed:3`` and other stages, ``megatron`` (data parallel), ``megatron:tp`` and ``megatron:pp`` on all ranks. It resumes
+from ``FOLDER``, trains up to step 6, and saves after each second step. ``FAULT`` may be ``flip``: in the second repetition a
+bit of a gradient of rank 1 flips; ``noise``: the model adds noise without a seed; ``data``: each start has other data;
+``once``: step 6 has other data unless it is repeated; ``none``.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 STEPS, EVERY = 6, 2
-FLIPPED = ("second.weight", "linear_fc2.weight")
+Prepare = Callable[[torch.nn.Module], None]  # called after the model is wrapped, and before the load
+FLIPPED = ("second", "linear_fc2")
 
 
 class Training(Protocol):
@@ -51,9 +54,10 @@ class Model(torch.nn.Module):
 
 
 class OfTorch:
-    """DDP."""
+    """DDP, or FSDP2."""
 
-    def __init__(self, folder: Path, *, noise: bool) -> None:
+    def __init__(self, folder: Path, kind: str, prepare: Prepare, *, noise: bool) -> None:
+        from torch.distributed.fsdp import fully_shard
         from torch.nn.parallel import DistributedDataParallel
 
         import torch_unickpt
@@ -61,8 +65,12 @@ class OfTorch:
         torch.distributed.init_process_group("gloo")
         torch.manual_seed(5)
         self.module, self._folder = Model(noise=noise), folder
-        self._model = DistributedDataParallel(self.module)
+        if kind == "fsdp":
+            for each in (self.module.first, self.module.second, self.module):
+                fully_shard(each)
+        self._model: Any = self.module if kind == "fsdp" else DistributedDataParallel(self.module)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.01)
+        prepare(self.module)
         self.start = torch_unickpt.resume_or_start(self._model, self._optimizer, self._folder).step
 
     def step(self, inputs: torch.Tensor) -> None:
@@ -77,9 +85,9 @@ class OfTorch:
 
 
 class OfDeepSpeed:
-    """ZeRO-1 in fp32."""
+    """A stage of ZeRO in fp32."""
 
-    def __init__(self, folder: Path, *, noise: bool, stage: int = 1) -> None:
+    def __init__(self, folder: Path, kind: str, prepare: Prepare, *, noise: bool) -> None:
         import warnings
 
         import deepspeed
@@ -94,11 +102,12 @@ class OfDeepSpeed:
         config = {
             "train_micro_batch_size_per_gpu": 4,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": int(kind or 1)},
             "steps_per_print": 1 << 30,
             "unickpt": {"enabled": True},
         }
         self._engine, *_ = deepspeed.initialize(model=self.module, model_parameters=self.module.parameters(), config=config)
+        prepare(self.module)
         self.start = ds_unickpt.resume_or_start(self._engine, self._folder).step
 
     def step(self, inputs: torch.Tensor) -> None:
@@ -110,19 +119,23 @@ class OfDeepSpeed:
 
 
 class OfMegatron:
-    """Megatron's distributed optimizer on data parallel ranks. Its batches depend on its own count."""
+    """Megatron's distributed optimizer. Its batches depend on its own count."""
 
-    def __init__(self, folder: Path, *, noise: bool) -> None:
+    def __init__(self, folder: Path, kind: str, prepare: Prepare, *, noise: bool) -> None:
         import megatron_unickpt
         from megatron_unickpt.testing.jobs import Job
         from megatron_unickpt.testing.layouts import Layout
 
         torch.distributed.init_process_group("gloo")
         ranks = torch.distributed.get_world_size()
-        self._job, self._folder = Job(Layout(dp=ranks), batch=ranks, layers=1), folder
+        self._job, self._folder = (
+            Job(Layout(**{kind or "dp": ranks}), batch=ranks, layers=max(1, ranks * (kind == "pp"))),
+            folder,
+        )
         self.module = self._job.modules[0]
         if noise:
             self.module.decoder.register_forward_hook(lambda _module, _given, found: found + _noise_like(found))
+        prepare(self.module)
         self.start = megatron_unickpt.resume_or_start(folder, self._job.chunks, self._job.optimizer)["iteration"]
         self._job.step = self.start
 
@@ -156,19 +169,30 @@ def before_forks(arguments: list[str]) -> None:
         "torch": ("torch_unickpt.loading.load_training", "torch_unickpt.saving.save_training"),
         "deepspeed": ("deepspeed", "ds_unickpt.loading.load_checkpoint", "ds_unickpt.saving.save_checkpoint"),
         "megatron": ("megatron_unickpt.testing.jobs", "megatron_unickpt.api"),
-    }[arguments[0]]:
+    }[arguments[0].partition(":")[0]]:
         importlib.import_module(each)
 
 
-def main(framework: str, folder: Path, fault: str) -> None:
-    made = {"torch": OfTorch, "deepspeed": OfDeepSpeed, "megatron": OfMegatron}[framework]
-    job: Training = made(folder, noise=fault == "noise")
+def _let_flip(module: torch.nn.Module) -> None:
+    """Flip a bit of a gradient before any reduction, and before it is recorded. With FSDP2 the forward pass has other
+    parameters than those at rest."""
+    holder = next(each for name, each in module.named_modules() if name.endswith(FLIPPED))
+    seen: list[torch.Tensor] = []
+
+    def watch(layer: torch.nn.Module, _given: Any) -> None:
+        parameter = layer.get_parameter("weight")
+        if parameter.requires_grad and all(parameter is not each for each in seen):
+            seen.append(parameter)
+            parameter.register_hook(flip)  # type: ignore[no-untyped-call]
+
+    holder.register_forward_pre_hook(watch)
+
+
+def main(kind: str, folder: Path, fault: str) -> None:
+    made = {"torch": OfTorch, "deepspeed": OfDeepSpeed, "megatron": OfMegatron}[kind.partition(":")[0]]
+    flips = fault == "flip" and os.environ.get("UNICKPT_REPLAY", "").endswith("run2") and os.environ["RANK"] == "1"
+    job: Training = made(folder, kind.partition(":")[2], _let_flip if flips else lambda _module: None, noise=fault == "noise")
     rank = torch.distributed.get_rank()
-    if fault == "flip" and os.environ.get("UNICKPT_REPLAY", "").endswith("run2") and rank == 1:
-        parameters = dict(job.module.named_parameters())
-        parameters[next(name for name in parameters if name.endswith(FLIPPED) or "linear_fc2.weight" in name)].register_hook(
-            flip
-        )
     for number in range(job.start + 1, STEPS + 1):
         seed = 1000 * number + rank
         other = fault == "data" or (fault == "once" and number == STEPS and "UNICKPT_REPLAY" not in os.environ)

@@ -217,7 +217,9 @@ def _meaning(found: Sequence[RankDifferences], hosts: Mapping[int, str], paralle
     given = tuple(each.rank for each in first if each.first.phase is Phase.INPUT)
     if given:
         return Meaning.INPUT, given
-    if parallel > 1 and begin[1] == 0 and len(first) <= parallel:  # what one rank computes comes to the others of its replica
+    if (
+        parallel > 1 and begin[1] == 0 and 1 < len(first) <= parallel
+    ):  # what one rank computes comes to the others of its replica
         earliest = min((each.first.micro_batch, each.position) for each in first)
         return Meaning.NO_MAJORITY, tuple(each.rank for each in first if (each.first.micro_batch, each.position) == earliest)
     origin = tuple(each.rank for each in first)
