@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
+from torch.nn.parallel import DistributedDataParallel
 
 from torch_unickpt.held_state.names import Names, names_of, plain, topology_of, without_ddp
 from torch_unickpt.held_state.optimizers import unwrapped
@@ -49,6 +50,7 @@ def begin(
     recorder = Recorder(
         request, ranks, [partial(_stepped, some, names if not at else None) for at, some in enumerate(held)],
         lambda: names.buffers, model_parallel=_model_parallel(model, names, len(ranks.ranks)),
+        inexact=_inexact(model, len(ranks.ranks)),
     )  # fmt: skip
     runtime.replay = recorder
     for number, (each, some) in enumerate(zip(optimizers, held, strict=True)):
@@ -81,6 +83,14 @@ def _before(recorder: Recorder, held: Sequence[Held], optimizer: torch.optim.Opt
 
 def _after(recorder: Recorder, number: int) -> Callable[..., None]:
     return lambda *_: recorder.ended(number)
+
+
+def _inexact(model: torch.nn.Module, world: int) -> str:
+    """Return why the first step after a start adds gradients in another order than a later one, or ''."""
+    rebuilds = isinstance(model, DistributedDataParallel) and (model.static_graph or not model.find_unused_parameters)
+    if not rebuilds or world < 3:  # the sum of two has one order
+        return ""
+    return "DistributedDataParallel orders its buckets anew after its first step, so more than two ranks add in another order"
 
 
 def _model_parallel(model: torch.nn.Module, names: Names, world: int) -> int:

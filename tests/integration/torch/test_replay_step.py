@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.extent import some
 from tests.support.forked_jobs import fork_ranks
 from unickpt.base.step_replay import VARIABLE
 from unickpt.cli.main import main
 
 WORKER = "tests.jobs.replay_step.worker"
+FRAMEWORKS = ("torch", "deepspeed", "megatron")
 FORKED = (sys.executable, "-m", "tests.support.forked_ranks", "2", WORKER)
 
 
@@ -42,19 +44,22 @@ def repeated(out: Path, folder: Path, framework: str, fault: str, *options: str)
     return main(["replay-step", "--compare", str(out)]), logs
 
 
-@pytest.mark.parametrize("framework", ["torch", "deepspeed", "megatron"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_step_is_repeated_and_a_flipped_bit_of_one_rank_is_named(
     framework: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "out"
     before = original(folder, framework)
     capsys.readouterr()
-    code, logs = repeated(tmp_path / "equal", folder, framework, "none", "--until", "6")
-    said = capsys.readouterr().out
-    assert code == 0, said
-    assert re.search(r"EQUAL: steps 5 to 6, computed 2 times from the checkpoint of step 4 on 2 ranks: all \d+ values", said)
-    assert "They are those of the checkpoint of step 6, too." in said
-    assert all("has come to its end" not in log for log in logs)  # they end before the script does, and before it saves
+    if framework in some(FRAMEWORKS, 1):
+        code, logs = repeated(tmp_path / "equal", folder, framework, "none", "--until", "6")
+        said = capsys.readouterr().out
+        assert code == 0, said
+        assert re.search(
+            r"EQUAL: steps 5 to 6, computed 2 times from the checkpoint of step 4 on 2 ranks: all \d+ values", said
+        )
+        assert "They are those of the checkpoint of step 6, too." in said
+        assert all("has come to its end" not in log for log in logs)  # they end before the script does, and before it saves
     code, _ = repeated(tmp_path / "flip", folder, framework, "flip")
     said = capsys.readouterr().out
     assert code == 1, said

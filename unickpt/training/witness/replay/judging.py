@@ -250,6 +250,9 @@ def _against(runs: Sequence[Run], saved: Run, until: int) -> Against:
             equal.append(number)
         elif number == 1:
             shown = differing
+    inexact = next(filter(None, (each.inexact for each in runs[0].values())), "")
+    if inexact and not equal:
+        return Against(inexact)
     return Against("", tuple(equal), shown, sum(len(held(each)) for each in saved.values()))
 
 

@@ -30,16 +30,18 @@ class Recorder:
         held: returns what steps of each optimizer change on this rank.
         buffers: of the model, by name.
         model_parallel: number of ranks that compute one replica of the model together.
+        inexact: as of ``Record``.
     """
 
     def __init__(
         self, request: ReplayRequest, ranks: Ranks, held: Sequence[Callable[[], Sequence[Stepped]]],
         buffers: Callable[[], Mapping[str, torch.Tensor]] = dict, *, model_parallel: int = 1,
+        inexact: str = "",
     ) -> None:  # fmt: skip
         self._request, self._ranks, self._held, self._buffers = request, ranks, held, buffers
         self._steps = [request.step] * len(held)
         facts = {"torch": torch.__version__, "threads": str(torch.get_num_threads()), "device": _device(ranks.device)}
-        self._record = Record(ranks.rank, len(ranks.ranks), ranks.host, model_parallel, facts)
+        self._record = Record(ranks.rank, len(ranks.ranks), ranks.host, model_parallel, inexact, facts)
         self._layers: LayerTap | None = None
         self.hooks: list[Any] = []  # kept as long as the recorder
 

@@ -85,6 +85,7 @@ class Record:
         world: number of ranks.
         host: of this rank.
         model_parallel: number of ranks that compute one replica of the model together.
+        inexact: why a step after a load may differ from one of a job that goes on, although nothing is wrong; or ''.
         facts: what repetitions should have alike: device, threads, release of torch.
         rows: in their order.
     """
@@ -93,6 +94,7 @@ class Record:
     world: int
     host: str
     model_parallel: int = 1
+    inexact: str = ""
     facts: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
 
@@ -102,10 +104,8 @@ Run = Mapping[int, Record]  # by rank
 
 def write(folder: str, record: Record) -> None:
     """Write the file of a rank."""
-    values = {
-        "schema": _SCHEMA, "rank": record.rank, "world": record.world, "host": record.host,
-        "model_parallel": record.model_parallel, "facts": record.facts, "rows": [each.to_json() for each in record.rows],
-    }  # fmt: skip
+    about = {key: getattr(record, key) for key in ("rank", "world", "host", "model_parallel", "inexact", "facts")}
+    values = {"schema": _SCHEMA, **about, "rows": [each.to_json() for each in record.rows]}
     path = Path(folder, f"rank-{record.rank:05d}.json")
     part = path.with_suffix(".part")
     part.write_text(json.dumps(values))
@@ -138,6 +138,6 @@ def _record(path: Path) -> Record:
         facts = {str(key): str(value) for key, value in values["facts"].items()}
         rows = [Row.from_json(each) for each in values["rows"]]
         sizes = int(values["rank"]), int(values["world"])
-        return Record(*sizes, str(values["host"]), int(values["model_parallel"]), facts, rows)
+        return Record(*sizes, str(values["host"]), int(values["model_parallel"]), str(values["inexact"]), facts, rows)
     except (ValueError, TypeError, KeyError, AttributeError) as err:
         raise ConfigError(f"{path}: damaged ({type(err).__name__}: {err})") from None
