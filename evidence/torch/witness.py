@@ -150,6 +150,7 @@ def sound(kind: str, dtype: torch.dtype, count: int) -> tuple[int, bool]:
         job = Job(kind, dtype)
         watching = torch_unickpt.witness(job.model, job.optimizer, options)
         for at in range(count):
+            job.batch = 4 + (at + dist.get_rank()) % 3  # uneven
             job.step(accumulation=1 + at % 3)
         verdicts += len(watching.verdicts)
         ends.append(job.tensors())

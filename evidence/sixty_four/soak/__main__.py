@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from evidence.document import put, section
-from evidence.sixty_four.soak import exact, results
+from evidence.sixty_four.soak import results
 from evidence.sixty_four.soak.faults import KINDS
 from evidence.sixty_four.soak.hosts import ENDPOINT, NAMES, Held, Place, Soaked, growth, waited
 from evidence.sixty_four.soak.judged import Row, make, wrong_numbers
 from evidence.sixty_four.soak.worker_files import read_steps
+from tests.jobs.steering import soak_arithmetic as exact
 from tests.jobs.steering.namespaces import Network, missing
 
 SECTION = "soak"

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from evidence.sixty_four.soak import exact
 from evidence.sixty_four.soak.faults import KINDS, STAYS_S, Case, Kind, chosen, kind_of
 from evidence.sixty_four.soak.hosts import NAMES, Soaked, waited
 from evidence.sixty_four.soak.worker_files import read_steps
 from evidence.steering.readings import verdict_s
 from evidence.steering.timeline import epoch_of
+from tests.jobs.steering import soak_arithmetic as exact
 
 LIMIT_S, RETURN_S = 300.0, 400.0  # on a busy machine
 LEFT_S = 45.0  # in which processes without their agent must have ended

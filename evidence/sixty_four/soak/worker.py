@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import torch_unickpt  # noqa: E402
 import unickpt  # noqa: E402
-from evidence.sixty_four.soak import exact  # noqa: E402
 from evidence.steering.observed import Observed  # noqa: E402
+from tests.jobs.steering import soak_arithmetic as exact  # noqa: E402
 from unickpt.checkpoint.save.retention import Retention  # noqa: E402
 from unickpt.testing.launch import leave  # noqa: E402
 
