@@ -160,6 +160,30 @@ def test_a_derivative_inside_the_model_is_named() -> None:
     assert [each.place for each in watching.verdicts if isinstance(each, NonFinite)] == [Place("0", True, 0)]
 
 
+def test_a_parameter_that_layers_and_the_model_return_keeps_no_hook() -> None:
+    class Biased(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return torch.nn.functional.linear(x, self.weight), self.bias
+
+    class Returning(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = Biased(4, 2), torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y, bias = self.layer(x)
+            return y + bias, self.scale
+
+    torch.manual_seed(0)
+    model = Returning()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = torch_unickpt.witness(model, optimizer, {"checks": ["nonfinite"]})
+    step(model, optimizer, GOOD, GOOD, loss=lambda found: (found[0] * found[1]).sum())
+    step(model, optimizer, GOOD, BAD, loss=lambda found: (found[0] * found[1]).sum())  # the micro-batch is repeated
+    assert [each.place.layer for each in watching.verdicts if isinstance(each, NonFinite)] == ["layer"]
+    assert not any(each._backward_hooks for each in model.parameters())
+
+
 def test_infinities_that_reach_no_gradient_are_usual() -> None:
     class Mask(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

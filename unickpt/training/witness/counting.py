@@ -122,7 +122,7 @@ class Counters:
         row = self._rows[-1]
         for tensor in floats(output):
             row.add((False, at), tensor)
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:  # a layer may return a parameter, such as a bias, which would keep the hook
                 tensor.register_hook(partial(row.add, (True, at)))  # type: ignore[no-untyped-call]
 
     def found(self, finite: Callable[[], bool]) -> Place | None:

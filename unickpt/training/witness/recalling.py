@@ -48,6 +48,7 @@ class Recalled:
     def __init__(self, tap: Tap) -> None:
         self.tap = tap
         self._kept: list[Kept] = []
+        self._of_leaves: list[Any] = []
         self._bytes = 0
         self._buffers: list[tuple[tuple[int, int], torch.Tensor]] = []  # address and counter of writes, and copy
         self._hooks = [
@@ -64,6 +65,9 @@ class Recalled:
     def clear(self) -> None:
         """A step begins."""
         self._kept, self._bytes = [], 0
+        for hook in self._of_leaves:
+            hook.remove()
+        self._of_leaves = []
 
     def kept(self, number: int) -> Kept | None:
         """Return the n-th micro-batch; None if it cannot be repeated."""
@@ -113,7 +117,8 @@ class Recalled:
             return
         for at, tensor in enumerate(floats(output)):
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._of_output, self._kept[-1], at))  # type: ignore[no-untyped-call]
+                hook = tensor.register_hook(partial(self._of_output, self._kept[-1], at))  # type: ignore[no-untyped-call]
+                self._of_leaves += [hook] * tensor.is_leaf  # a parameter keeps it
 
     def _of_output(self, kept: Kept, at: int, gradient: torch.Tensor) -> None:
         if at in kept.of_output or not self._fits([gradient]):

@@ -133,7 +133,7 @@ class Tap:
         """
         args, kwargs, random, buffers, autocast = begun
         now = self.state()
-        self._repeating = True
+        self._repeating, hooks = True, []
         try:
             self._restore(random, buffers)
             with torch.enable_grad(), torch.autocast(self._device.type, dtype=autocast[1], enabled=autocast[0]):
@@ -144,10 +144,12 @@ class Tap:
                 return output, ()
             chosen, weights = [output[at] for at in of_output], list(of_output.values())
             for tensor, weight in zip(chosen, weights, strict=True):
-                tensor.register_hook(partial(_given, weight))  # type: ignore[no-untyped-call]
+                hooks.append(tensor.register_hook(partial(_given, weight)))  # type: ignore[no-untyped-call]
             return output, torch.autograd.grad(chosen, self._parameters, weights, allow_unused=True)
         finally:
             self._repeating = False
+            for hook in hooks:  # an output may be a parameter, which would keep it
+                hook.remove()
             self._restore(*now)
 
     @property
@@ -205,7 +207,8 @@ class Tap:
         recording.output = _hash(*found)
         for at, tensor in enumerate(found):
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._of_output, recording, at))  # type: ignore[no-untyped-call]
+                hook = tensor.register_hook(partial(self._of_output, recording, at))  # type: ignore[no-untyped-call]
+                recording.hooks += [hook] * tensor.is_leaf  # a parameter keeps it
 
     def _of_output(self, recording: _Recording, at: int, gradient: torch.Tensor) -> None:
         if recording.closed or at in recording.of_output:

@@ -111,7 +111,7 @@ class LayerTap:
         at = self._begun.get(prefix, 0)
         self._add(Phase.OUTPUT, at, name, hash_of(found))
         for number, tensor in enumerate(found):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:  # a parameter, which a layer may return, would keep the hook
                 what = name if len(found) == 1 else f"{name}, tensor {number}"
                 tensor.register_hook(partial(self._of_output, what, at))  # type: ignore[no-untyped-call]
 
