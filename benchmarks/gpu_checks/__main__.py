@@ -22,16 +22,17 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that asking fo
 
 import torch
 
-from benchmarks.gpu_checks import faults, host, huggingface, megatron, staging, timing, zero
+from benchmarks.gpu_checks import faults, host, huggingface, megatron, staging, timing, witness, zero
 from benchmarks.gpu_checks.place import Place
 from benchmarks.gpu_checks.ranks import LOG, Ranks
 from benchmarks.gpu_checks.rows import FAILED, SKIPPED, Row, read, table
 
-GROUPS = ("staging", "timing", "faults", "host", "deepspeed", "huggingface", "megatron")
+GROUPS = ("staging", "timing", "witness", "faults", "host", "deepspeed", "huggingface", "megatron")
 # 9 minutes together
 LIMITS_S = {
     "staging": 80.0,
-    "timing": 80.0,
+    "timing": 60.0,
+    "witness": 20.0,
     "faults": 130.0,
     "host": 20.0,
     "deepspeed": 120.0,
@@ -100,6 +101,9 @@ class Run:
 
     def _timing(self) -> None:
         self._ranks("timing", min(self.place.ranks, 2), timing.ROWS, timing.check)
+
+    def _witness(self) -> None:
+        self._ranks("witness", 1, witness.ROWS, witness.check)
 
     def _faults(self) -> None:
         path = self._folder / "faults.rows"

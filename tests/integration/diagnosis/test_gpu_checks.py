@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_checks import __main__ as command
-from benchmarks.gpu_checks import faults, host, huggingface, megatron, staging, timing, zero
+from benchmarks.gpu_checks import faults, host, huggingface, megatron, staging, timing, witness, zero
 from benchmarks.gpu_checks.place import Place
 from benchmarks.gpu_checks.rows import FAILED, MEASURED, PASSED, SKIPPED, NotHereError, Row, Rows, read, table
 from tests.support.extent import FULL
@@ -28,6 +28,7 @@ EXPECTED = {
     *(("deepspeed", zero.load_row(kind, 1)) for kind in zero.KINDS),
     *(("deepspeed", zero.load_row(kind, 2)) for kind in list(zero.KINDS)[:3]),
     ("deepspeed", zero.LATE_ROW),
+    *(("witness", name) for name in witness.ROWS),
     *(("host", name) for name in host.ROWS),
     *(("huggingface", name) for name in huggingface.ROWS),
     ("megatron", megatron.save_row(2)),
