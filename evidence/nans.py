@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 
 from evidence.flips import Places
-from unickpt.training.witness.nonfinite import Cause, NonFinite
+from unickpt.training.witness.counting import WARM_UP
+from unickpt.training.witness.nonfinite import Cause, NonFinite, Place
 from unickpt.training.witness.watching import Watching
 
 WIDTH, MICRO_BATCH, ACCUMULATION = 24, 6, 3
 DATA = ("input", "huge input", "division by zero", "log of zero", "root of zero")
 HARDWARE = ("weight", "activation", "sick rank", "gradient")
+OUTLIERS = ("large input", "activation", "gradient")
 Inputs = dict[str, torch.Tensor]
 
 
@@ -196,6 +198,70 @@ def nans(job: Trained, count: int, seed: int, dtype: torch.dtype = torch.float32
         found[cause] += 1
         right = [_right(each, told[on][0], cause, at, on) for each in told[on][1]]
         found[f"{cause}: named"] += right == [True] and all(not each for at_, (_, each) in enumerate(told) if at_ != on)
+    return found
+
+
+def outliers(job: Trained, count: int, seed: int) -> Counter[str]:
+    """Return how many values were made far too large, and how many were named with cause, layer, rank and micro-batch.
+
+    An input is 3,000 times as large, or the highest bit of an exponent flips in a value below 1, in an activation or its
+    gradient: that becomes about 1e35.
+    """
+    chance, found = random.Random(seed), Counter[str]()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(100 * seed + rank)
+    for _ in range(WARM_UP + 1):
+        job.steps([sound(torch.float32) for _ in range(ACCUMULATION)])
+    kept = {key: tensor.detach().clone() for key, tensor in job.places().items()}
+    for _ in range(count):
+        cause, at, on = chance.choice(OUTLIERS), chance.randrange(ACCUMULATION), chance.randrange(world)
+        layer = {"large input": "first", "gradient": chance.choice(("first", "middle"))}.get(cause)
+        layer, where = layer or chance.choice(("first", "middle", "head")), chance.random()
+        before, batches = len(job.watching.verdicts), [sound(torch.float32) for _ in range(ACCUMULATION)]
+        if rank == on:
+            _enlarge(job, cause, layer, where, batches, at)
+        job.steps(batches)
+        _sound_again(job)
+        told: list[Any] = [None] * world
+        dist.all_gather_object(told, job.watching.verdicts[before:])
+        for key, tensor in job.places().items():
+            tensor.data.copy_(kept[key])
+        job.steps([sound(torch.float32) for _ in range(ACCUMULATION)])
+        for key, tensor in job.places().items():
+            tensor.data.copy_(kept[key])
+        why = Cause.DATA_OR_MODEL if cause == "large input" else Cause.HARDWARE
+        wanted = ("OUTLIER", Place(layer, cause == "gradient", at), why)
+        found[cause] += 1
+        right = [(each.kind, each.place, each.cause) == wanted for each in told[on]]
+        found[f"{cause}: named"] += right == [True] and all(not each for at_, each in enumerate(told) if at_ != on)
+        found["verdicts about sound steps"] += len(job.watching.verdicts) - before - len(told[rank])
+    return found
+
+
+def _enlarge(job: Trained, cause: str, layer: str, where: float, batches: list[Inputs], at: int) -> None:
+    if cause == "large input":
+        batches[at]["x"] *= 3000
+        return
+    calls = [0]
+
+    def fault(output: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] != at + 1:
+            return output
+        if cause == "gradient":
+            output.register_hook(lambda gradient: _large(gradient, where))
+            return output
+        output.data = _large(output, where)
+        return output
+
+    getattr(job.module, layer).fault = fault
+
+
+def _large(tensor: torch.Tensor, where: float) -> torch.Tensor:
+    found = tensor.detach().clone().contiguous()
+    flat = found.view(-1)
+    chosen = ((flat.abs() < 1) & (flat != 0)).nonzero().view(-1)
+    flat.view(torch.int32)[chosen[int(where * len(chosen))]] ^= 1 << 30
     return found
 
 

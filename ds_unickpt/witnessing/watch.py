@@ -33,7 +33,7 @@ from unickpt.training.witness.held import Stepped
 from unickpt.training.witness.recalling import Recalled
 from unickpt.training.witness.recomputing import Recomputed, Selves
 from unickpt.training.witness.repeating import Tap
-from unickpt.training.witness.settings import BUDDY, NONFINITE, SELF, UPDATE, Settings, settings_from
+from unickpt.training.witness.settings import BUDDY, NONFINITE, OUTLIER, SELF, UPDATE, Settings, settings_from
 from unickpt.training.witness.updating import Range, StepTap, unsuited
 from unickpt.training.witness.vote import Kind
 from unickpt.training.witness.watching import Watched, Watching, seeing
@@ -142,8 +142,8 @@ def _beginning(
     watched: Watched,
     counters: list[Counters],
 ) -> EngineWitness:
-    counters += _counters(engine) if NONFINITE in checks else []
-    tap = _tap(engine, job, among) if {BUDDY, NONFINITE} & checks else None
+    counters += _counters(engine) if {NONFINITE, OUTLIER} & checks else []
+    tap = _tap(engine, job, among) if {BUDDY, NONFINITE, OUTLIER} & checks else None
     buddies = Buddies(tap, job) if BUDDY in checks and tap is not None and len(job.ranks) > 1 else None
     if BUDDY in checks and buddies is None:
         checks.discard(BUDDY)

@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 3 -m evidence.deepspeed.witness flips [--count 300] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.deepspeed.witness nan [--count 25] [--seed 1]
+torchrun --nproc-per-node 3 -m evidence.deepspeed.witness outlier [--count 25] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.deepspeed.witness compute [--count 100] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.deepspeed.witness twice [--count 100] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.deepspeed.witness update [--count 100] [--seed 1]
@@ -135,8 +136,8 @@ class Job:
 class NanJob(Job):
     """An engine whose micro-batches may have NaN."""
 
-    def __init__(self, stage: int, precision: str, folder: str) -> None:
-        witness = {"every": 1, "checks": ["nonfinite"], "batches": folder}
+    def __init__(self, stage: int, precision: str, folder: str, check: str = "nonfinite") -> None:
+        witness = {"every": 1, "checks": [check], "batches": folder}
         super().__init__(stage, precision, witness, accumulation=nans.ACCUMULATION, model=nans.Model)
 
     @property
@@ -221,7 +222,7 @@ def _moments(optimizer: Any, stepped: torch.Tensor) -> dict[str, torch.Tensor]:
 def sound(stage: int, precision: str, count: int) -> str:
     """Train with and without a witness. Return what it found, and whether memory is equal."""
     ends, verdicts, skipped = [], 0, 0
-    checks = ["rest", "replicas", "nonfinite", "self", *["buddy"] * (stage < 3), *["update"] * (stage > 0)]
+    checks = ["rest", "replicas", "nonfinite", "outlier", "self", *["buddy"] * (stage < 3), *["update"] * (stage > 0)]
     for witness in (None, {"every": 1, "checks": checks}):
         job = Job(stage, precision, witness, accumulation=2)
         for _ in range(count):
@@ -237,7 +238,7 @@ def sound(stage: int, precision: str, count: int) -> str:
 
 
 def main() -> None:
-    given = arguments("flips and sound steps of DeepSpeed", "compute", "nan", "twice", "update")
+    given = arguments("flips and sound steps of DeepSpeed", "compute", "nan", "outlier", "twice", "update")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     deepspeed.init_distributed("gloo", verbose=False)
@@ -246,6 +247,7 @@ def main() -> None:
         name = f"ZeRO-{stage}, {precision}"
         left_out = {
             "nan": stage == 3 or precision != "fp32",
+            "outlier": stage == 3 or precision != "fp32",
             "compute": stage == 3,
             "update": stage == 0,
         }.get(given.what, False)
@@ -265,6 +267,9 @@ def _found(stage: int, precision: str, given: argparse.Namespace) -> Any:
     if given.what == "update":
         job = Job(stage, precision, {"every": 1, "checks": ["update"]})
         return steps.steps(job, job.engine.optimizer.optimizer, given.count, given.seed)
+    if given.what == "outlier":
+        with tempfile.TemporaryDirectory() as folder:
+            return nans.outliers(NanJob(stage, precision, folder, "outlier"), given.count, given.seed)
     if given.what == "nan":
         with tempfile.TemporaryDirectory() as folder:
             return nans.nans(NanJob(stage, precision, folder), given.count, given.seed)

@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 3 -m evidence.torch.witness flips [--count 300] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.torch.witness compute [--count 300] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.torch.witness nan [--count 100] [--seed 1]
+torchrun --nproc-per-node 3 -m evidence.torch.witness outlier [--count 100] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.torch.witness twice [--count 100] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.torch.witness update [--count 100] [--seed 1]
 torchrun --nproc-per-node 3 -m evidence.torch.witness sound [--count 5000]
@@ -146,7 +147,10 @@ class ComputeJob(Job):
 def sound(kind: str, dtype: torch.dtype, count: int) -> tuple[int, bool]:
     """Return how many verdicts sound steps have, and whether the weights are those of a training without a witness."""
     ends, verdicts = [], 0
-    for options in (None, {"every": 1, "checks": ["rest", "replicas", "nonfinite", "buddy" if kind == "ddp" else "update"]}):
+    for options in (
+        None,
+        {"every": 1, "checks": ["rest", "replicas", "nonfinite", "outlier", "buddy" if kind == "ddp" else "update"]},
+    ):
         job = Job(kind, dtype)
         watching = torch_unickpt.witness(job.model, job.optimizer, options)
         for at in range(count):
@@ -220,12 +224,12 @@ def cost(count: int) -> Iterator[str]:
 class NanJob:
     """A training with DDP whose micro-batches may have NaN. The witness writes those into a folder."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, check: str = "nonfinite") -> None:
         torch.manual_seed(0)
         self.module = nans.Model()
         self.model = DistributedDataParallel(self.module)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        options = {"every": 1, "checks": ["nonfinite"], "batches": folder}
+        options = {"every": 1, "checks": [check], "batches": folder}
         self.witness = torch_unickpt.witness(self.model, self.optimizer, options)
 
     @property
@@ -293,16 +297,19 @@ class StepJob(Job):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("flips", "compute", "nan", "twice", "update", "sound", "cost"))
+    parser.add_argument("what", choices=("flips", "compute", "nan", "outlier", "twice", "update", "sound", "cost"))
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("unickpt").setLevel(logging.CRITICAL)
     dist.init_process_group("gloo")
-    if given.what == "nan":
+    if given.what in ("nan", "outlier"):
         with tempfile.TemporaryDirectory() as folder:
-            counts = nans.nans(NanJob(folder), given.count, given.seed)
+            if given.what == "nan":
+                counts = nans.nans(NanJob(folder), given.count, given.seed)
+            else:
+                counts = nans.outliers(NanJob(folder, "outlier"), given.count, given.seed)
         if dist.get_rank() == 0:
             print(f"ddp: {sorted(counts.items())}", flush=True)
     for kind, dtype in [(kind, dtype) for kind in ("ddp", "fsdp") for dtype in BITS]:

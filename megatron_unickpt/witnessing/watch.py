@@ -27,7 +27,7 @@ from unickpt.training.witness.agreeing import Ranks, circles, ranks_of
 from unickpt.training.witness.counting import Counters, all_finite
 from unickpt.training.witness.held import Stepped
 from unickpt.training.witness.recomputing import Recomputed, Selves
-from unickpt.training.witness.settings import BUDDY, NONFINITE, SELF, UPDATE, Settings, settings_of
+from unickpt.training.witness.settings import BUDDY, NONFINITE, OUTLIER, SELF, UPDATE, Settings, settings_of
 from unickpt.training.witness.watching import Watched, Watching, seeing
 
 
@@ -144,7 +144,7 @@ def _made(chunks: Sequence[torch.nn.Module], optimizer: Any, settings: Settings,
             checks.discard(check)
             if job.leads:
                 logger.warning("unickpt: witness: there is no check %s for Megatron", check)
-        counters = _counters(chunks) if NONFINITE in checks else []
+        counters = _counters(chunks) if {NONFINITE, OUTLIER} & checks else []
         late = weights_follow_late(optimizer)
         selves = _selves(chunks, job) if SELF in checks else None
         watching = Watching(settings.every, checks, [watched], job, counters, selves=selves, late=late)

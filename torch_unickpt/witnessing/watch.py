@@ -30,7 +30,7 @@ from unickpt.training.witness.held import local
 from unickpt.training.witness.recalling import Recalled
 from unickpt.training.witness.recomputing import Recomputed, Selves
 from unickpt.training.witness.repeating import Tap
-from unickpt.training.witness.settings import BUDDY, NONFINITE, SELF, UPDATE, settings_of
+from unickpt.training.witness.settings import BUDDY, NONFINITE, OUTLIER, SELF, UPDATE, settings_of
 from unickpt.training.witness.updating import Range, StepTap, unsuited
 from unickpt.training.witness.vote import Kind
 from unickpt.training.witness.watching import Watched, Watching, seeing
@@ -76,8 +76,8 @@ def witness(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any] |
     ranks = Ranks.of(None if ddp is None else ddp.process_group, device)
     watched = [_watched(some, ranks, step) for some in held]
     checks = seeing(settings.checks, watched, ranks)
-    counters = [Counters(model, without_ddp(model), plain=plain)] if NONFINITE in checks else []
-    tap = _tap(model, held, ranks) if {BUDDY, NONFINITE} & checks else None
+    counters = [Counters(model, without_ddp(model), plain=plain)] if {NONFINITE, OUTLIER} & checks else []
+    tap = _tap(model, held, ranks) if {BUDDY, NONFINITE, OUTLIER} & checks else None
     of_buddies = Buddies(tap, ranks) if BUDDY in checks and tap is not None and len(ranks.ranks) > 1 else None
     if BUDDY in checks and of_buddies is None:
         checks.remove(BUDDY)

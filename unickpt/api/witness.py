@@ -23,14 +23,14 @@ class Witness:
 
     @property
     def verdicts(self) -> list[Verdict | NonFinite]:
-        """What was found, oldest first. Those of ``nonfinite`` are of this rank, all others are the same on
-        all ranks."""
+        """What was found, oldest first. Those of ``nonfinite`` and ``outlier`` are of this rank, all others are the
+        same on all ranks."""
         return [] if self._watching is None else list(self._watching.verdicts)
 
     @property
     def passed(self) -> Passed:
-        """The last step that passed all checks but ``nonfinite``, as far as they see something in this job. After a verdict
-        about wrong numbers nothing passes any more."""
+        """The last step that passed all checks but ``nonfinite`` and ``outlier``, as far as they see something in this job.
+        After a verdict about wrong numbers nothing passes any more."""
         if self._watching is None:
             return Passed(0, ())
         return Passed(*self._watching.passed())
@@ -52,6 +52,6 @@ def note_of(found: Verdict | NonFinite, at_ns: int) -> WitnessNote:
     """Return what reports and metrics get of a verdict."""
     if isinstance(found, NonFinite):
         text, following = words.nonfinite(found), words.next_nonfinite(found)
-        return WitnessNote("NONFINITE", found.step, (found.rank,), (found.host,), text, following, at_ns)
+        return WitnessNote(found.kind, found.step, (found.rank,), (found.host,), text, following, at_ns)
     text, following = words.text(found), words.next_steps(found)
     return WitnessNote(found.kind.value, found.subject.step, found.ranks, found.hosts, text, following, at_ns)

@@ -15,6 +15,7 @@ from unickpt.base.errors import ConfigError
 from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.format.witnessed import Passed
 from unickpt.checkpoint.storage.posix import PosixStorage
+from unickpt.training.witness.counting import WARM_UP
 from unickpt.training.witness.nonfinite import NonFinite, Place
 from unickpt.training.witness.vote import Kind, Verdict
 
@@ -158,6 +159,41 @@ def test_a_derivative_inside_the_model_is_named() -> None:
     watching = torch_unickpt.witness(model, optimizer, {"checks": ["nonfinite"]})
     step(model, optimizer, GOOD)
     assert [each.place for each in watching.verdicts if isinstance(each, NonFinite)] == [Place("0", True, 0)]
+
+
+def test_the_first_layer_with_far_larger_values_than_before_is_named_and_learned_if_they_stay() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    watching = torch_unickpt.witness(model, optimizer, {"checks": ["outlier"]})
+
+    def large(steps: int) -> list[tuple[str, Place, float]]:
+        before = len(watching.verdicts)
+        for _ in range(steps):
+            step(model, optimizer, GOOD, 1e4 * GOOD)
+        found = [each for each in watching.verdicts[before:] if isinstance(each, NonFinite)]
+        return [(each.kind, each.place, each.times) for each in found]
+
+    for _ in range(WARM_UP):
+        step(model, optimizer, GOOD, GOOD)
+    ((kind, place, times),) = large(1)
+    assert (kind, place) == ("OUTLIER", Place("0", False, 1))
+    assert 5e3 < times < 2e4
+    step(model, optimizer, GOOD, GOOD)
+    assert len(large(3)) == 3
+    assert large(1) == []  # that is how the model is now
+    step(model, optimizer, GOOD, BAD)
+    assert len(watching.verdicts) == 5  # NaN is more than any value
+
+
+def test_an_outlier_needs_steps_before_it() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    watching = torch_unickpt.witness(model, optimizer, {"checks": ["outlier"]})
+    for _ in range(WARM_UP - 1):
+        step(model, optimizer, GOOD)
+    step(model, optimizer, 1e6 * GOOD)
+    assert watching.verdicts == []
 
 
 def test_a_parameter_that_layers_and_the_model_return_keeps_no_hook() -> None:

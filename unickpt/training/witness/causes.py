@@ -1,4 +1,4 @@
-"""Why values are not finite: other ranks repeat the micro-batch before the step uses it."""
+"""Why values are not finite, or far too large: other ranks repeat the micro-batch before the step uses it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from unickpt.training.witness.nonfinite import Cause, NonFinite, Place, Repeat, 
 from unickpt.training.witness.recalling import Recalled
 from unickpt.training.witness.schedule import Layout, buddies, seconds
 
-_NONE, _FOUND, _WEIGHTS = range(3)  # what a rank asks: nothing, why its values are not finite, and with such weights
+# what a rank asks: nothing, why its values are not finite, and with such weights, and why they are far too large
+_NONE, _FOUND, _WEIGHTS, _LARGE = range(4)
 MOST_FILES = 8  # with micro-batches, of a rank
 
 
 class Causes:
-    """Finds out why values are not finite. Its methods that exchange something are called on every rank, in every step.
+    """Finds out why values are not finite, or far too large.
+
+    Its methods that exchange something are called on every rank, in every step.
 
     Args:
         recalled: micro-batches of this rank.
@@ -43,15 +46,18 @@ class Causes:
         self.recalled.close()
         self.recalled.tap.close()
 
-    def cause_of(self, place: Place | None, step: int, *, weights: bool) -> Cause:
-        """Return why values are not finite on this rank. All ranks repeat something, so that those that meet do not wait.
+    def cause_of(self, place: Place | None, step: int, *, weights: bool, large: bool = False) -> Cause:
+        """Return why values are not finite, or far too large, on this rank.
+
+        All ranks repeat something, so that those that meet do not wait.
 
         Args:
             place: where; None if all are.
             step: that begins now.
             weights: of this rank are not finite, as well.
+            large: values are finite, and far larger than before.
         """
-        asks = _NONE if place is None else _WEIGHTS if weights else _FOUND
+        asks = _NONE if place is None else _LARGE if large else _WEIGHTS if weights else _FOUND
         every = self._ranks.gather(torch.tensor([asks]))[:, 0]
         self._asked = bool(every.any())
         if not self._asked or bool((every == _WEIGHTS).all()) or step < self._not_before:
@@ -66,7 +72,7 @@ class Causes:
         first, second = buddies(self._layout, step), seconds(self._layout, step)
         for by in (first, second, {} if second else {row: row for row in range(len(self._ranks.ranks))}):
             if by:
-                found.append(self._by(by, data, backward))
+                found.append(self._by(by, data, backward, (every == _LARGE).tolist()))
         if place is None or (place.backward and not (backward and place.layer)):  # that of the loss comes from outside
             return Cause.UNDECIDED
         return cause(Repeat(self._ranks.rank, self._ranks.host, self._counters.number(place)), found)
@@ -77,22 +83,22 @@ class Causes:
             self._not_before = step + every
         self.recalled.clear()
 
-    def _by(self, by: dict[int, int], data: bytes, backward: bool) -> Repeat:
-        """Send the micro-batch to the rank that repeats it. Return what it finds."""
-        if by[self._own] != self._own:
-            source = next(row for row, other in by.items() if other == self._own)
+    def _by(self, by: dict[int, int], data: bytes, backward: bool, large: list[bool]) -> Repeat:
+        """Send the micro-batch to the rank that repeats it. Return what it finds. ``large``: what each rank asks for."""
+        source = next(row for row, other in by.items() if other == self._own)
+        if source != self._own:
             data = self._ranks.pass_on(data, to=by[self._own], source=source)
-        results = self._ranks.gather(torch.tensor([self._repeated(data, backward)]))[:, 0].tolist()
+        results = self._ranks.gather(torch.tensor([self._repeated(data, backward, large[source])]))[:, 0].tolist()
         row = by[self._own]
         return Repeat(self._ranks.ranks[row], self._ranks.hosts[row], results[row] or None)
 
-    def _repeated(self, data: bytes, backward: bool) -> int:
-        """Return the number of the place with the first values that are not finite: 0 for none, -1 if nobody knows."""
+    def _repeated(self, data: bytes, backward: bool, large: bool) -> int:
+        """Return the number of the place with the first values that are asked for: 0 for none, -1 if nobody knows."""
         tap = self.recalled.tap
         try:
             begun, of_output = tap.loaded(data)
             given = {at: each.nan_to_num(1, 1, -1) for at, each in of_output.items() if backward}
-            return self._counters.repeated(partial(self._is_finite, begun, given))
+            return self._counters.repeated(partial(self._is_finite, begun, given), large=large)
         except Exception:  # of a model that cannot be repeated
             return -1
 
@@ -112,7 +118,9 @@ class Causes:
             "args": args, "kwargs": kwargs, "random": random, "buffers": buffers,
         }  # fmt: skip
         for folder in self._folders():
-            path = Path(folder) / f"nonfinite-step{found.step}-rank{found.rank}-micro-batch{found.place.micro_batch}.pt"
+            path = (
+                Path(folder) / f"{found.kind.lower()}-step{found.step}-rank{found.rank}-micro-batch{found.place.micro_batch}.pt"
+            )
             try:
                 with replacing(path) as file:
                     torch.save(content, file)

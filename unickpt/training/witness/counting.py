@@ -6,7 +6,8 @@ tensor once, and writes next to nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +19,10 @@ from unickpt.base.module_hooks import ModuleHook
 from unickpt.training.witness.held import local
 from unickpt.training.witness.nonfinite import Counted, Place, first_place
 from unickpt.training.witness.repeating import floats
+
+FACTOR = 1024.0  # times the largest value of the steps before; a step of training changes it by far less
+WARM_UP = 20  # steps before a value counts as an outlier
+_STAYS = 3  # steps with outliers after which they are usual
 
 
 @dataclass
@@ -42,6 +47,16 @@ class _Seen:
         for each in self.of.values():
             every = torch.stack([low for _, low, _ in each] + [high for _, _, high in each])
             found |= {each[at % len(each)][0] for at in torch.isfinite(every).logical_not().nonzero().view(-1).tolist()}
+        return found
+
+    @torch.no_grad()
+    def largest(self) -> dict[Hashable, float]:
+        """Return the largest absolute value by what it is of. Waits for the device."""
+        found: dict[Hashable, float] = {}
+        for each in self.of.values():
+            low, high = torch.stack([low for _, low, _ in each]).abs(), torch.stack([high for _, _, high in each]).abs()
+            for (what, _, _), value in zip(each, torch.maximum(low, high).tolist(), strict=True):
+                found[what] = max(found.get(what, 0.0), value if value == value else math.inf)
         return found
 
 
@@ -74,6 +89,9 @@ class Counters:
         self._order: dict[int, None] = {}  # layers as they were first called
         self._rows: list[_Seen] = []  # of each micro-batch, by direction and number of the layer
         self._usual: set[str] = set()
+        self._usually: dict[Hashable, float] = {}  # largest values of the steps before
+        self._of_step: dict[Hashable, float] = {}  # and of this one
+        self._steps = self._far_steps = 0  # that are learned, and that had outliers one after another
         self._of_gradients = _Seen()
         self.paused = False  # while a micro-batch is repeated, and nobody asks where its values are not finite
         self._repeats = self._closed = False
@@ -101,6 +119,9 @@ class Counters:
         """Begin a step."""
         self._rows = []
         self._of_gradients = _Seen()
+        if self._of_step:
+            self._learn(self._of_step)
+            self._of_step = {}
 
     def gradients_finite(self) -> bool:
         """Return whether the gradients of the parameters were finite in all micro-batches since the last step."""
@@ -140,23 +161,58 @@ class Counters:
             return None
         return first_place(counted, self._usual)
 
-    def repeated(self, play: Callable[[Callable[[Any], None]], bool]) -> int:
+    def outlier(self) -> tuple[Place, float] | None:
+        """Return where values appear first that are far larger than in the steps before, and how many times.
+
+        ``clear`` then learns the values of this step, if they are finite.
+        """
+        of = [row.largest() for row in self._rows]
+        for each in of:
+            for what, value in each.items():
+                if math.isfinite(value):
+                    self._of_step[what] = max(self._of_step.get(what, 0.0), value)
+        place = first_place([self._counted(self._far(each)) for each in of])
+        if place is None:
+            return None
+        what = place.backward, self._names.index(place.layer)
+        return place, of[place.micro_batch][what] / self._usually[what]
+
+    def _learn(self, largest: Mapping[Hashable, float]) -> None:
+        """Learn the values of a step, without outliers, unless they have come in several steps one after another."""
+        far = self._far(largest)
+        self._far_steps = self._far_steps + 1 if far else 0
+        left_out = far if self._far_steps < _STAYS else ()
+        self._steps += 1
+        for what, value in largest.items():
+            if what not in left_out:
+                self._usually[what] = max(self._usually.get(what, 0.0), value)
+
+    def _far(self, largest: Mapping[Hashable, float]) -> set[Hashable]:
+        """Return of what the largest value is far larger than before. What was always 0 does not count."""
+        if self._steps < WARM_UP:
+            return set()
+        return {what for what, value in largest.items() if value > FACTOR * self._usually.get(what, math.inf) > 0}
+
+    def repeated(self, play: Callable[[Callable[[Any], None]], bool], *, large: bool = False) -> int:
         """Return the number of the first place where a repetition of a micro-batch has values that are not finite.
 
         Args:
             play: repeats it, calls its argument with the whole output, and returns whether output and gradients are finite.
+            large: values that are far larger than in the steps of this rank before, or not finite.
 
         Returns:
-            0 if they are; -1 if nobody knows.
+            0 if there are none; -1 if nobody knows.
         """
         if self._closed:
             return -1
         kept, row = (self._rows, self.paused), _Seen()
         self._rows, self.paused, self._repeats = [row], False, True
         try:
-            if play(partial(self._computed, 0, self._model, ()) if self._wrapped else lambda _: None):
+            finite = play(partial(self._computed, 0, self._model, ()) if self._wrapped else lambda _: None)
+            bad = self._far(row.largest()) if large else row.bad()
+            if not bad if large else finite:
                 return 0
-            place = first_place([self._counted(row.bad())], self._usual)
+            place = first_place([self._counted(bad)], () if large else self._usual)
         finally:
             (self._rows, self.paused), self._repeats = kept, False
         return -1 if place is None else self.number(place)

@@ -1,4 +1,4 @@
-"""Values that are not finite: where they first appear, and whether data or hardware is the cause."""
+"""Values that are not finite, or far too large: where they first appear, and whether data or hardware is the cause."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def cause(own: Repeat, repeats: Sequence[Repeat]) -> Cause:
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """Values that are not finite, which reach a gradient.
+    """Values that are not finite, which reach a gradient, or that are far larger than those of the steps before.
 
     Attributes:
         place: where they appear first on this rank.
@@ -114,6 +114,7 @@ class NonFinite:
         host: its host.
         cause: why.
         batch: file with the micro-batch, or ''.
+        times: the largest value relative to the largest of the steps before; 0 if values are not finite.
     """
 
     place: Place
@@ -122,3 +123,9 @@ class NonFinite:
     host: str
     cause: Cause = Cause.UNDECIDED
     batch: str = ""
+    times: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """OUTLIER, or NONFINITE."""
+        return "OUTLIER" if self.times else "NONFINITE"

@@ -13,10 +13,11 @@ from unickpt.base.options.job import WitnessOptions
 REST = "rest"
 REPLICAS = "replicas"
 NONFINITE = "nonfinite"
+OUTLIER = "outlier"
 BUDDY = "buddy"
 SELF = "self"
 UPDATE = "update"
-CHECKS = (REST, REPLICAS, NONFINITE, BUDDY, SELF, UPDATE)
+CHECKS = (REST, REPLICAS, NONFINITE, OUTLIER, BUDDY, SELF, UPDATE)
 DEFAULT = (REST, REPLICAS, NONFINITE)
 
 
@@ -25,10 +26,10 @@ class Settings:
     """Settings of the witness. They are equal on all ranks.
 
     Attributes:
-        every: steps from one check to the next. ``nonfinite`` counts in every step.
+        every: steps from one check to the next. ``nonfinite`` and ``outlier`` look at every step.
         checks: some of ``CHECKS``.
         act: go back to a checkpoint that passed, and under ``--rdzv-backend unickpt`` take a host out.
-        batches: folder for micro-batches with values that are not finite; '': that of the checkpoints, or of the round.
+        batches: folder for micro-batches with such values; '': that of the checkpoints, or of the round.
     """
 
     every: int = 50

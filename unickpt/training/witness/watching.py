@@ -23,7 +23,7 @@ from unickpt.training.witness.recomputing import Recomputed, Selves
 from unickpt.training.witness.record import passed_by_all
 from unickpt.training.witness.repeating import Tap
 from unickpt.training.witness.schedule import is_checked
-from unickpt.training.witness.settings import BUDDY, NONFINITE, REPLICAS, REST, SELF, UPDATE
+from unickpt.training.witness.settings import BUDDY, NONFINITE, OUTLIER, REPLICAS, REST, SELF, UPDATE
 from unickpt.training.witness.updating import StepTap
 from unickpt.training.witness.vote import Verdict, serious
 
@@ -38,7 +38,7 @@ class Watched:
         finite: whether all gradients that the next step uses are finite.
         step: steps done.
         snapshot: of the end of a checked step, until the next step begins.
-        nonfinite: what was found before the step that runs now.
+        nonfinite: what was found before the step that runs now: values that are not finite, or outliers.
         bad_weights: the weights of this rank were not finite either.
         last: last passed step by check.
     """
@@ -125,7 +125,7 @@ class Watching:
         of_optimizers = {number: each.last for number, each in enumerate(self.watched)}
         several = (BUDDY, self.buddies), (SELF, self.selves), (UPDATE, self.updates)
         ended = {name for name, each in several if each is not None and each.off}
-        return passed_by_all(of_optimizers, self.checks - ended - {NONFINITE})
+        return passed_by_all(of_optimizers, self.checks - ended - {NONFINITE, OUTLIER})
 
     def forget(self) -> None:
         """The program is about to write to what was seen after the last step."""
@@ -268,8 +268,15 @@ class Watching:
             self._told(watched, BUDDY, step, verdicts)
 
     def _count(self, watched: Watched) -> None:
-        place = next(filter(None, (each.found(watched.finite) for each in self.counters)), None)
+        place = None
+        if NONFINITE in self.checks:
+            place = next(filter(None, (each.found(watched.finite) for each in self.counters)), None)
         if place is None:
+            outliers = [each.outlier() for each in self.counters] if OUTLIER in self.checks else []
+            outlier = next(filter(None, outliers), None)
+            if outlier is not None:
+                watched.bad_weights = False
+                watched.nonfinite = NonFinite(outlier[0], watched.step + 1, self.job.rank, self.job.host, times=outlier[1])
             return
         weights = (tensor for each in watched.held() for key, tensor in each.read() if key == WEIGHT)
         watched.bad_weights = not all_finite(weights)
@@ -279,8 +286,9 @@ class Watching:
         found = watched.nonfinite
         with self._pausing():
             cause = causes.cause_of(
-                None if found is None else found.place, watched.step + 1, weights=found is not None and watched.bad_weights
-            )
+                None if found is None else found.place, watched.step + 1,
+                weights=found is not None and watched.bad_weights, large=found is not None and bool(found.times),
+            )  # fmt: skip
         if found is not None:
             watched.nonfinite = replace(found, cause=cause)
 
@@ -299,7 +307,7 @@ class Watching:
             each.clear()
 
     def _told_nonfinite(self, found: NonFinite) -> None:
-        if self._is_news((found.place.layer, found.place.backward, found.cause)):
+        if self._is_news((found.kind, found.place.layer, found.place.backward, found.cause)):
             if self.causes is not None and found.cause is Cause.DATA_OR_MODEL:
                 found = replace(found, batch=self.causes.written(found))
             logger.error("unickpt: witness: %s. Next: %s", words.nonfinite(found), words.next_nonfinite(found))

@@ -61,16 +61,16 @@ _GO_BACK = "go back to a checkpoint that is not newer than the last step that pa
 
 
 def nonfinite(found: NonFinite) -> str:
-    """Return one sentence for values that are not finite."""
+    """Return one sentence for values that are not finite, or far too large."""
     place = found.place
+    much = f", {found.times:.1e} times the largest value of the steps before" if found.times else ""
+    why = (_WHY_LARGE if found.times else _WHY)[found.cause]
     where = f"layer {place.layer}" if place.layer else "the whole model"
     if place.backward:
         where = f"the gradient of {where}" if place.layer else "the gradient of the loss"
     batch = f"; the micro-batch is in {found.batch}" if found.batch else ""
-    return (
-        f"NONFINITE step {found.step}, micro-batch {place.micro_batch}: rank {found.rank} (on {found.host}): first in {where} "
-        f"({_WHY[found.cause]}){batch}"
-    )
+    begin = f"{found.kind} step {found.step}, micro-batch {place.micro_batch}: rank {found.rank} (on {found.host})"
+    return f"{begin}: first in {where}{much} ({why}){batch}"
 
 
 _WHY = {
@@ -78,6 +78,9 @@ _WHY = {
     Cause.HARDWARE: "HARDWARE: a repetition finds finite values",
     Cause.UNDECIDED: "UNDECIDED",
 }
+
+
+_WHY_LARGE = _WHY | {Cause.HARDWARE: "HARDWARE: a repetition finds usual values"}
 
 
 def next_nonfinite(found: NonFinite) -> str:

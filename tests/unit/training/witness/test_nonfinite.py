@@ -71,6 +71,15 @@ def test_texts() -> None:
     assert "test the memory and the GPU of a" in next_nonfinite(NonFinite(data.place, 7, 2, "a", Cause.HARDWARE))
 
 
+def test_texts_of_outliers() -> None:
+    found = NonFinite(Place("mlp", True, 1), 7, 2, "a", Cause.HARDWARE, times=3e34)
+    assert nonfinite(found) == (
+        "OUTLIER step 7, micro-batch 1: rank 2 (on a): first in the gradient of layer mlp, 3.0e+34 times the largest value of "
+        "the steps before (HARDWARE: a repetition finds usual values)"
+    )
+    assert next_nonfinite(found) == "test the memory and the GPU of a"
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_one_value_that_is_not_finite_is_seen_among_the_largest_finite_ones(dtype: torch.dtype, value: float) -> None:
