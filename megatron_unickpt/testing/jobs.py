@@ -83,7 +83,8 @@ class Job:
             )
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
-        self.config = self._config(width, recompute=recompute)
+        self.recompute = recompute
+        self.config = self._config(width)
         self.chunks = [self._chunk(at, tied) for at in range(layout.vpp)]
         for name, parameter in (each for chunk in self.chunks for each in chunk.named_parameters()):
             parameter.requires_grad = frozen is None or not frozen(name)
@@ -141,9 +142,11 @@ class Job:
             chained = [each.optimizer for each in chained]
         return LayerWiseDistributedOptimizer(list(chained), options, groups)
 
-    def _config(self, width: int, *, recompute: bool) -> TransformerConfig:
+    def _config(self, width: int) -> TransformerConfig:
         layout = self.layout
-        again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if recompute else {}
+        again: dict[str, Any] = {}
+        if self.recompute:
+            again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         low = layout.low
         moe: dict[str, Any] = {}
         if layout.moe:
