@@ -25,6 +25,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch.utils.checkpoint import checkpoint
 
 from ds_unickpt.edge import RUNTIME
@@ -36,6 +37,7 @@ from unickpt.training.witness.watching import Watching
 
 WIDTH, MICRO_BATCH = 24, 2
 # ZeRO stage, and precision: bf16o is DeepSpeed's BF16_Optimizer
+FP16 = [(1, "fp16"), (0, "fp16")]
 LAYOUTS = [(stage, precision) for stage in range(4) for precision in ("fp32", "bf16")] + [(1, "bf16o")]
 
 
@@ -243,7 +245,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     deepspeed.init_distributed("gloo", verbose=False)
     logging.getLogger("unickpt").setLevel(logging.CRITICAL)
-    for stage, precision in [*LAYOUTS, *([(1, "fp16"), (0, "fp16")] if given.what == "sound" else [])]:
+    for stage, precision in [*LAYOUTS, *(FP16 if given.what == "sound" and get_accelerator().is_fp16_supported() else [])]:
         name = f"ZeRO-{stage}, {precision}"
         left_out = {
             "nan": stage == 3 or precision != "fp32",
