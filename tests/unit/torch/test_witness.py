@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import torch_unickpt
 import unickpt
@@ -15,7 +16,7 @@ from unickpt.base.errors import ConfigError
 from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.format.witnessed import Passed
 from unickpt.checkpoint.storage.posix import PosixStorage
-from unickpt.training.witness.counting import WARM_UP
+from unickpt.training.witness.counting import WARM_UP, Counters
 from unickpt.training.witness.nonfinite import NonFinite, Place
 from unickpt.training.witness.vote import Kind, Verdict
 
@@ -184,6 +185,70 @@ def test_the_first_layer_with_far_larger_values_than_before_is_named_and_learned
     assert large(1) == []  # that is how the model is now
     step(model, optimizer, GOOD, BAD)
     assert len(watching.verdicts) == 5  # NaN is more than any value
+
+
+@pytest.mark.parametrize("check", ["nonfinite", "outlier", "self"])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda y: y.to_sparse(),
+        lambda y: torch.nested.as_nested_tensor([y.detach()[:1], y.detach()[1:]], layout=torch.jagged),
+        lambda y: y.detach().to(torch.float8_e4m3fn),
+        lambda _: torch.zeros(4, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+        lambda _: torch.empty(3, device="meta"),
+        lambda y: torch.view_as_complex(y.detach().view(-1, 2)),
+        lambda y: Stubborn(y.detach()),
+        lambda y: y.detach()[:0],
+        lambda y: y.sum(),
+    ],
+)
+def test_no_kind_of_output_of_a_layer_ends_training(check: str, odd: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    class Layer(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x)
+            return y, odd(y)
+
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer(4, 4)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            found: Any = checkpoint(lambda x: self.layer(x)[0], x, use_reentrant=False)
+            return found
+
+    torch.manual_seed(0)
+    model = Odd()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = torch_unickpt.witness(model, optimizer, {"every": 1, "checks": [check]})
+    for _ in range(2):
+        step(model, optimizer, GOOD, GOOD)
+    assert watching.verdicts == []
+    watching.close()
+
+
+def test_a_program_that_never_steps_fills_no_memory() -> None:
+    model = torch.nn.Linear(2, 2)
+    counters = Counters(model)
+    for _ in range(2000):
+        model(torch.ones(1, 2))
+    assert len(counters._rows) == 1024
+    model(torch.full((1, 2), float("nan")))
+    assert counters.found(lambda: False) is None
+    counters.clear()
+    model(torch.full((1, 2), float("nan")))
+    assert counters.found(lambda: False) == Place("", False, 0)
+    counters.close()
+
+
+class Stubborn(torch.Tensor):
+    """A tensor of a class with which no operator works."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("aminmax", "view", "contiguous"):
+            raise NotImplementedError(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 def test_an_outlier_needs_steps_before_it() -> None:

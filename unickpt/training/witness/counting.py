@@ -22,6 +22,7 @@ from unickpt.training.witness.repeating import floats
 
 FACTOR = 1024.0  # times the largest value of the steps before; a step of training changes it by far less
 WARM_UP = 20  # steps before a value counts as an outlier
+_MOST = 1024  # micro-batches of a step that are looked at
 _STAYS = 3  # steps with outliers after which they are usual
 
 
@@ -33,11 +34,14 @@ class _Seen:
 
     @torch.no_grad()
     def add(self, what: Hashable, tensor: torch.Tensor) -> None:
-        values = local(tensor)
-        if not values.numel():
+        try:
+            values = local(tensor)
+            if not values.numel():
+                return
+            values = values if values.dtype.itemsize > 1 else values.float()  # fp8 has no order
+            low, high = torch.aminmax(values)
+        except Exception:  # of any class or dtype of tensor: the program that computes it must not notice
             return
-        values = values if values.dtype.itemsize > 1 else values.float()  # fp8 has no order
-        low, high = torch.aminmax(values)
         self.of.setdefault((values.dtype, values.device), []).append((what, low, high))
 
     @torch.no_grad()
@@ -94,7 +98,7 @@ class Counters:
         self._steps = self._far_steps = 0  # that are learned, and that had outliers one after another
         self._of_gradients = _Seen()
         self.paused = False  # while a micro-batch is repeated, and nobody asks where its values are not finite
-        self._repeats = self._closed = False
+        self._repeats = self._closed = self._full = False
         self._hooks = [
             model.register_forward_pre_hook(ModuleHook(self._begins)),
             model.register_forward_hook(ModuleHook(partial(self._computed, 0))),
@@ -117,7 +121,7 @@ class Counters:
 
     def clear(self) -> None:
         """Begin a step."""
-        self._rows = []
+        self._rows, self._full = [], False
         self._of_gradients = _Seen()
         if self._of_step:
             self._learn(self._of_step)
@@ -134,10 +138,12 @@ class Counters:
     def _begins(self, model: torch.nn.Module, _args: Any) -> None:
         if self.paused or self._repeats or not model.training or not torch.is_grad_enabled():
             return
-        self._rows.append(_Seen())
+        self._full = len(self._rows) >= _MOST  # a program may never step
+        if not self._full:
+            self._rows.append(_Seen())
 
     def _computed(self, at: int, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        if self.paused or not self._rows or not self._model.training:
+        if self.paused or self._full or not self._rows or not self._model.training:
             return
         self._order.setdefault(at)
         row = self._rows[-1]
@@ -205,8 +211,8 @@ class Counters:
         """
         if self._closed:
             return -1
-        kept, row = (self._rows, self.paused), _Seen()
-        self._rows, self.paused, self._repeats = [row], False, True
+        kept, row = (self._rows, self.paused, self._full), _Seen()
+        self._rows, self.paused, self._full, self._repeats = [row], False, False, True
         try:
             finite = play(partial(self._computed, 0, self._model, ()) if self._wrapped else lambda _: None)
             bad = self._far(row.largest()) if large else row.bad()
@@ -214,7 +220,7 @@ class Counters:
                 return 0
             place = first_place([self._counted(bad)], () if large else self._usual)
         finally:
-            (self._rows, self.paused), self._repeats = kept, False
+            (self._rows, self.paused, self._full), self._repeats = kept, False
         return -1 if place is None else self.number(place)
 
     def number(self, place: Place) -> int:

@@ -19,9 +19,10 @@ _SEVERAL = "several micro-batches share a backward pass, or one has several"
 
 
 def floats(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of floating point numbers in the output of a module."""
+    """Yield the dense tensors of floating point numbers in the output of a module: not sparse, nested or meta ones."""
     if isinstance(output, torch.Tensor):
-        if output.is_floating_point() and output.numel():
+        dense = output.layout is torch.strided and not output.is_nested and not output.is_meta
+        if dense and output.is_floating_point() and output.numel():
             yield output
     elif isinstance(output, (tuple, list)):
         for each in output:
@@ -204,7 +205,11 @@ class Tap:
         if self._repeating or recording is None or recording.closed or recording.output or recording.unsuited:
             return
         found = list(floats(output))
-        recording.output = _hash(*found)
+        try:
+            recording.output = _hash(*found)
+        except Exception as err:  # of any class of tensor
+            recording.unsuited = f"the output of the model has no hash ({err})"
+            return
         for at, tensor in enumerate(found):
             if tensor.requires_grad:
                 hook = tensor.register_hook(partial(self._of_output, recording, at))  # type: ignore[no-untyped-call]
