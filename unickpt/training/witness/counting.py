@@ -132,7 +132,7 @@ class Counters:
         return not self._of_gradients.bad()
 
     def _gradient(self, gradient: torch.Tensor) -> None:
-        if not self.paused and not self._repeats:
+        if not (self.paused or self._repeats or self._full):
             self._of_gradients.add("", gradient)
 
     def _begins(self, model: torch.nn.Module, _args: Any) -> None:
