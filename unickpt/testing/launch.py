@@ -185,6 +185,10 @@ def leave() -> None:
     With torch 2.13, a gloo thread that needs the interpreter while the interpreter shuts down aborts the process
     ("terminate called without an active exception"). About one in four jobs on a busy machine would fail this way after
     all work is done, without DeepSpeed and unickpt too.
+
+    Call it where the model still exists. The end of a ``DistributedDataParallel`` on gloo holds the interpreter and waits for a
+    gloo thread, which may need the interpreter to free a tensor: the rank then hangs, in about one of four such jobs on a
+    busy machine (pytorch/pytorch#56297).
     """
     if "unickpt.checkpoint.save.shutdown" in sys.modules:
         sys.modules["unickpt.checkpoint.save.shutdown"].finish_all()

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from tests.jobs.hf.train_trainer import MODELS, VOCABULARY, Counting
+from unickpt.testing.launch import leave
 
 
 class Noted(TrainerCallback):
@@ -42,6 +43,7 @@ def main() -> None:
     trainer.add_callback(Noted(Path(folder)))
     trainer.train(resume_from_checkpoint=resume)
     trainer.accelerator.end_training()
+    leave()
 
 
 if __name__ == "__main__":

@@ -202,6 +202,10 @@ def main(kind: str, folder: Path, fault: str) -> None:
             job.save(number)
     print(f"rank {rank} has come to its end")
 
+    from unickpt.testing.launch import leave
+
+    leave()
+
 
 if __name__ == "__main__":
     importlib.import_module("torch.distributed")
