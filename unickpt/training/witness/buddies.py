@@ -5,18 +5,18 @@ It is a micro-batch, whose output and gradients are compared before any reductio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Collection, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from unickpt.base.errors import CoordinationError
 from unickpt.base.listing import some
 from unickpt.base.logs import logger
 from unickpt.training.witness.agreeing import Ranks
 from unickpt.training.witness.hashes import combined
 from unickpt.training.witness.repeating import Case
-from unickpt.training.witness.schedule import Layout, buddies, seconds
+from unickpt.training.witness.schedule import Layout, buddies, components, seconds
 from unickpt.training.witness.settings import BUDDY, UPDATE
 from unickpt.training.witness.vote import Ballot, Kind, Subject, Verdict, vote
 
@@ -30,6 +30,7 @@ class Repeater(Protocol):
     @property
     def names(self) -> Sequence[str]: ...
     def close(self) -> None: ...
+    def arm(self, turn: int) -> None: ...
     def take(self) -> tuple[Case | None, str]: ...
     def repeat(self, data: bytes) -> tuple[int, ...]: ...
 
@@ -48,51 +49,68 @@ class Buddies(Generic[R]):
         tap: of this rank.
         ranks: those that can repeat each other's work.
         kind: the suspicion: SDC_COMPUTE, or SDC_UPDATE.
+        layout: their replicas, by their numbers in ``ranks``; None: each is one.
+        together: of each, the numbers of those that compute parts of the same layers; None: each computes alone.
     """
 
-    def __init__(self, tap: R, ranks: Ranks, kind: Kind = Kind.SDC_COMPUTE) -> None:
+    def __init__(
+        self,
+        tap: R,
+        ranks: Ranks,
+        kind: Kind = Kind.SDC_COMPUTE,
+        layout: Layout | None = None,
+        together: Sequence[Collection[int]] | None = None,
+    ) -> None:
         self.tap, self.off, self._kind = tap, "", kind
         self._ranks = ranks
         self._own = ranks.ranks.index(ranks.rank)
+        self._layout = layout or Layout(tuple((row,) for row in range(len(ranks.ranks))), ranks.hosts)
+        self._units = [tuple(sorted(each)) for each in components(together or [{row} for row in range(len(ranks.ranks))])]
         self._gated = False
-
-    @cached_property
-    def _layout(self) -> Layout:
-        """Rows of what the ranks gather stand for the ranks."""
-        return Layout(tuple((row,) for row in range(len(self._ranks.ranks))), self._ranks.hosts)
 
     def check(self, step: int, turn: int) -> list[Verdict] | None:
         """Return the verdicts about what each rank has recorded; None if nothing was compared.
+
+        What fails on all ranks ends the check.
 
         Args:
             step: that begins now.
             turn: number of the check.
         """
+        try:
+            return self._check(step, turn)
+        except Exception as err:  # of any model: other checks go on
+            self._stop(f"{type(err).__name__}: {err}", told=not isinstance(err, CoordinationError))
+            return None
+
+    def _check(self, step: int, turn: int) -> list[Verdict] | None:
         case, why = self.tap.take()
-        if bool(self._ranks.gather(torch.tensor([case is None])).any()):
+        taken = self._ranks.gather(torch.tensor([case is None, 0 if case is None else len(case.values)]).long())
+        if bool(taken[:, 0].any()):
             if self._kind not in _OPTIONAL:
                 self._stop(why or "it cannot be repeated on another rank")
             return None
         assert case is not None
+        width = int(taken[:, 1].max())
         first = buddies(self._layout, turn)
-        values = self._ranks.gather(torch.tensor([case.values, self._repeated(case, first)]))
+        values = self._ranks.gather(torch.tensor([_padded(each, width) for each in (case.values, self._repeated(case, first))]))
         original, repeated = values[:, 0], values[:, 1]
-        suspects = [row for row, buddy in first.items() if not torch.equal(original[row], repeated[buddy])]
-        whats = self._ranks.gather_objects(case.what) if suspects or not self._gated else []
-        if whats:
-            unsteady = self._gate(case, original, step, whats)
+        rows = {row for row, buddy in first.items() if not torch.equal(original[row], repeated[buddy])}
+        suspects = [unit for unit in self._units if not rows.isdisjoint(unit)]
+        if suspects or not self._gated:
+            unsteady = self._gate(case, original, step)
             if unsteady is not None or self.off:
                 return None if unsteady is None else [unsteady]
         if not suspects:
             return []
-        second = seconds(self._layout, turn)
-        again = self._ranks.gather(torch.tensor([self._repeated(case, second)]))[:, 0] if second else None
-        found = []
-        for row in suspects:
-            told = {row: original[row], first[row]: repeated[first[row]]}
-            if again is not None:
-                told[second[row]] = again[second[row]]
-            found.append(self._vote(told, step, whats[row]))
+        told = [original, torch.stack([repeated[first[row]] for row in range(len(original))])]
+        if second := seconds(self._layout, turn):
+            again = self._ranks.gather(torch.tensor(_padded(self._repeated(case, second), width)))
+            told.append(torch.stack([again[second[row]] for row in range(len(original))]))
+        by = [{row: row for row in first}, first, *[second] * bool(second)]
+        every = torch.stack(told)
+        named = self._names((every != every[:1]).any(0), case)
+        found = [self._vote(unit, every, by, named, step) for unit in suspects]
         return [each for each in found if each is not None]
 
     def _repeated(self, case: Case, by: dict[int, int]) -> tuple[int, ...]:
@@ -101,45 +119,87 @@ class Buddies(Generic[R]):
         data = self._ranks.pass_on(case.data, to=by[self._own], source=source)
         return self._ranks.together(lambda: self.tap.repeat(data))
 
-    def _gate(self, case: Case, original: torch.Tensor, step: int, whats: Sequence[str]) -> Verdict | None:
+    def _gate(self, case: Case, original: torch.Tensor, step: int) -> Verdict | None:
         """Let each rank repeat its own micro-batch. Return a verdict if results differ each time, which ends the check.
 
-        It also ends if half of the ranks or more, and several, cannot repeat what they computed: then gradients depend on more
-        than the input and the gradient of the output.
+        It also ends if half of those that compute something or more, and several, cannot repeat it: then gradients depend on
+        more than the input and the gradient of the output.
         """
         own = self._ranks.together(lambda: [self.tap.repeat(case.data) for _ in range(REPEATS)])
-        repeats = self._ranks.gather(torch.tensor(own))
+        repeats = self._ranks.gather(torch.tensor([_padded(each, original.shape[1]) for each in own]))
         self._gated = True
-        unsteady = (repeats != repeats[:, :1]).any(1)
+        unsteady = repeats != repeats[:, :1]
         if bool(unsteady.any()):
-            what = whats[int(unsteady.any(1).nonzero()[0])]
-            subject = self._subject(what or self._called(unsteady.any(0)), step)
+            named = self._names(unsteady.any(1), case)
+            subject = self._subject(next(filter(None, named)), step)
             self._stop("an operator has another result each time")
             return vote(self._kind, subject, [self._ballot(row, repeats[row]) for row in range(len(repeats))])
-        other = (original != repeats[:, 0]).any(1)
-        if int(other.sum()) > 1 and 2 * int(other.sum()) >= len(other):
-            what = self._called((original != repeats[:, 0]).any(0))
+        differs = original != repeats[:, 0]
+        rows = set(differs.any(1).nonzero()[:, 0].tolist())
+        other = [unit for unit in self._units if not rows.isdisjoint(unit)]
+        if len(other) > 1 and 2 * len(other) >= len(self._units):
+            what = next(filter(None, self._names(differs, case)))
             self._stop(f"the ranks cannot repeat {what} from {_FROM[self._kind]}")
         return None
 
-    def _vote(self, told: dict[int, torch.Tensor], step: int, what: str) -> Verdict | None:
-        values = torch.stack(list(told.values()))
-        subject = self._subject(what or self._called((values != values[:1]).any(0)), step)
-        return vote(self._kind, subject, [self._ballot(row, each[None]) for row, each in told.items()])
+    def _names(self, differing: torch.Tensor, case: Case) -> list[str]:
+        """Return the names of each rank for its own values that differ: ranks may have other layers. '': none does."""
+        own = differing[self._own]
+        name = "" if not bool(own.any()) else case.what or some(_named(self.tap.names, own.tolist()), most=3)
+        return self._ranks.gather_objects(name)
 
-    def _subject(self, what: str, step: int) -> Subject:
-        return Subject(what, step, MICRO_BATCH if self._kind is Kind.SDC_COMPUTE else None)
+    def _vote(
+        self, unit: Sequence[int], values: torch.Tensor, by: Sequence[dict[int, int]], named: Sequence[str], step: int
+    ) -> Verdict | None:
+        """Return the verdict on what a unit has computed: ``values`` are its own first, then those of who repeated it."""
+        subject = self._subject(next(filter(None, (named[row] for row in unit)), ""), step, together=len(unit) > 1)
+        ballots = []
+        for told, of in zip(values, by, strict=True):
+            rows = [of[row] for row in unit]
+            beside = tuple((self._ranks.ranks[row], self._ranks.hosts[row]) for row in rows[1:])
+            value = combined(told[list(unit)].reshape(-1))
+            ballots.append(Ballot(self._ranks.ranks[rows[0]], self._ranks.hosts[rows[0]], (value,), beside))
+        return vote(self._kind, subject, ballots)
+
+    def _subject(self, what: str, step: int, *, together: bool = False) -> Subject:
+        return Subject(what, step, MICRO_BATCH if self._kind is Kind.SDC_COMPUTE else None, together=together)
 
     def _ballot(self, row: int, values: torch.Tensor) -> Ballot:
         return Ballot(self._ranks.ranks[row], self._ranks.hosts[row], tuple(map(combined, values)))
 
-    def _called(self, columns: torch.Tensor) -> str:
-        return some(_named(self.tap.names, columns.tolist()), most=3)
-
-    def _stop(self, why: str) -> None:
+    def _stop(self, why: str, *, told: bool = False) -> None:
+        """End the check. ``told``: this rank says so, and not only the one that leads."""
         self.off = why
-        if self._ranks.leads:
+        if told or self._ranks.leads:
             logger.warning("unickpt: witness: the check %s ends: %s", _NAME[self._kind], why)
+
+
+def _padded(values: Sequence[int], width: int) -> list[int]:
+    return [*values, *[0] * (width - len(values))]
+
+
+def replicas_of(ranks: Ranks, copies: Collection[int], within: Collection[int]) -> tuple[Layout, list[set[int]]] | None:
+    """Return the replicas of a job, and which ranks compute parts of the same layers. Every rank calls it.
+
+    Ranks are numbers in ``ranks``.
+
+    Args:
+        ranks: all of the job.
+        copies: global ranks with the same part of the model as this one, in the order of the replicas, this one among them.
+        within: global ranks that compute parts of the same layers as this one.
+
+    Returns:
+        None if there is one replica, or if ranks of several replicas compute parts of the same layers.
+    """
+    told = ranks.gather_objects(([ranks.ranks.index(each) for each in copies], {ranks.ranks.index(each) for each in within}))
+    places = sorted({tuple(same) for same, _ in told})
+    if len({len(each) for each in places}) != 1 or len(places[0]) < 2:
+        return None
+    replicas = tuple(zip(*places, strict=True))
+    together = components([{row, *those} for row, (_, those) in enumerate(told)])
+    if any(not any(set(unit) <= set(replica) for replica in replicas) for unit in together):
+        return None
+    return Layout(replicas, ranks.hosts), together
 
 
 _FROM = {

@@ -103,8 +103,13 @@ class Causes:
             return -1
 
     def _is_finite(self, begun: Any, of_output: dict[int, torch.Tensor], seen: Callable[[Any], None]) -> bool:
-        output, gradients = self.recalled.tap.play(begun, of_output, seen)
-        return all_finite(output) and all_finite(gradients)
+        gradients: list[bool] = []
+
+        def look(_at: int, gradient: torch.Tensor) -> None:
+            gradients.append(all_finite([gradient]))
+
+        output = self.recalled.tap.play(begun, of_output, seen, look)
+        return all_finite(output) and all(gradients)
 
     def written(self, found: NonFinite) -> str:
         """Write the micro-batch into a file, and return its path; '' if there is no folder for it. Never raises."""
@@ -112,10 +117,9 @@ class Causes:
         if kept is None or kept.begun is None or self._files >= MOST_FILES:
             return ""
         self._files += 1
-        args, kwargs, random, buffers, _ = kept.begun
         content = {
             "step": found.step, "micro_batch": found.place.micro_batch, "rank": found.rank, "layer": found.place.layer,
-            "args": args, "kwargs": kwargs, "random": random, "buffers": buffers,
+            "args": kept.begun.args, "kwargs": kept.begun.kwargs, "random": kept.begun.random, "buffers": kept.begun.buffers,
         }  # fmt: skip
         for folder in self._folders():
             path = (

@@ -89,11 +89,11 @@ class Recalled:
     def _begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self.tap.repeats or not module.training or not torch.is_grad_enabled():
             return
-        tensors = list(_tensors((args, kwargs)))
+        begun = self.tap.begun(args, kwargs, self._copies(module))
+        tensors = list(_tensors((args, kwargs, begun.received)))
         if not self._fits(tensors):
             self._kept.append(Kept(None))
             return
-        begun = args, kwargs, self.tap.random(), self._copies(module), self.tap.autocast()
         self._kept.append(Kept(begun, [(each, each._version) for each in tensors]))
 
     def _fits(self, tensors: list[torch.Tensor]) -> bool:

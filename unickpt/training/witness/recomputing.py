@@ -18,6 +18,7 @@ from unickpt.training.witness.counting import require_layers
 from unickpt.training.witness.hashes import hashes
 from unickpt.training.witness.held import local
 from unickpt.training.witness.repeating import floats
+from unickpt.training.witness.schedule import components
 from unickpt.training.witness.vote import Ballot, Kind, Subject, Verdict, differing_from_itself, vote
 
 REPEATS = 3
@@ -275,17 +276,6 @@ class Suspicion:
     layer: str
     ranks: tuple[int, ...]
     following: frozenset[int]
-
-
-def components(groups: Sequence[Collection[int]]) -> list[set[int]]:
-    """Return the groups, of which those with a common rank are one."""
-    found: list[set[int]] = []
-    for each in groups:
-        touched = [other for other in found if not other.isdisjoint(each)]
-        found = [other for other in found if other.isdisjoint(each)]
-        merged = set(each).union(*touched)
-        found += [merged] if merged else []
-    return found
 
 
 def suspicions_of(found: Mapping[int, Differs], computing: Sequence[Collection[int]]) -> list[Suspicion]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +14,8 @@ import torch
 from unickpt.base.module_hooks import ModuleHook
 from unickpt.training.witness.hashes import combined, hashes
 
-Begun = tuple[Any, Any, list[torch.Tensor], list[torch.Tensor], tuple[bool, torch.dtype]]
-# what a forward pass starts from: positional and named arguments, states of random generators, buffers, and autocast
 _SEVERAL = "several micro-batches share a backward pass, or one has several"
+_NO_GRADIENT = "no gradient comes to the output of the model before the step"
 
 
 def floats(output: Any) -> Iterator[torch.Tensor]:
@@ -31,6 +31,27 @@ def floats(output: Any) -> Iterator[torch.Tensor]:
         yield from floats(tuple(output.values()))
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What a forward pass starts from.
+
+    Attributes:
+        args: positional arguments.
+        kwargs: named arguments.
+        random: states of random generators.
+        buffers: of the model.
+        autocast: whether it is on, and its dtype.
+        received: what reaches the model beside its arguments, such as the output of another pipeline stage.
+    """
+
+    args: Any
+    kwargs: Any
+    random: Any
+    buffers: list[torch.Tensor]
+    autocast: tuple[bool, torch.dtype]
+    received: list[torch.Tensor | None]
+
+
 @dataclass
 class _Recording:
     """What is known of a micro-batch.
@@ -38,17 +59,21 @@ class _Recording:
     Attributes:
         before: what the forward pass starts from, as ``torch.save`` writes it.
         output: hash of the output.
-        gradients: hash of the gradient of each parameter, by its number.
+        gradients: hash of the gradient of each parameter and each received tensor, by its number.
         of_output: gradients of the output's tensors, by their number.
+        task: number of the backward pass in which they came; -1: there was none.
+        other_task: that of another micro-batch, the last one.
         unsuited: why it cannot be repeated, or ''.
         hooks: on parameters.
-        closed: another micro-batch has begun.
+        closed: nothing more is recorded.
     """
 
     before: bytes
     output: int = 0
     gradients: dict[int, int] = field(default_factory=dict)
     of_output: dict[int, torch.Tensor] = field(default_factory=dict)
+    task: int = -1
+    other_task: int = -1
     unsuited: str = ""
     hooks: list[Any] = field(default_factory=list)
     closed: bool = False
@@ -69,27 +94,90 @@ class Case:
     what: str = ""
 
 
+class Generators:
+    """torch's own random generators, of the CPU and of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def states(self) -> Any:
+        """Return copies of their states, which any rank of the job can load."""
+        found = [torch.get_rng_state()]
+        return [*found, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else found
+
+    def restore(self, states: Any) -> None:
+        """Go back to these states."""
+        torch.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.cuda.set_rng_state(states[1], self._device)
+
+
+class Surroundings:
+    """What a model needs beside its arguments, and what a repetition must leave as it was. This class: nothing."""
+
+    def slots(self) -> Sequence[tuple[Any, str]]:
+        """Return the attributes by which tensors reach the model: objects, and names. They may be None."""
+        return ()
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Leave everything else as it is, whatever a repetition does."""
+        yield
+
+
 class Tap:
     """Records a micro-batch, and repeats one.
 
+    A repetition computes the gradient of each parameter, and frees it at once: the gradients of the step stay, and no reduction
+    begins. If layers gather their parameters when they are called, all ranks must repeat something at the same time.
+
     Attributes:
         inner: the model.
+        gathering: modules that gather their parameters when they are called, as those of ``fully_shard`` do.
 
     Args:
         model: without what reduces its gradients.
         parameters: those that are trained, by name.
+        gathering: see above. Their parameters have other tensors then, under the same names.
+        plain: returns a name in the model as ``parameters`` has it.
+        generators: random generators that the model uses.
+        surroundings: see there.
     """
 
-    def __init__(self, model: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
-        self.inner = model
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: Mapping[str, torch.Tensor],
+        *,
+        gathering: Mapping[str, torch.nn.Module] | None = None,
+        plain: Callable[[str], str] = str,
+        generators: Generators | None = None,
+        surroundings: Surroundings | None = None,
+    ) -> None:
+        self.inner, self.gathering = model, dict(gathering or {})
         self._parameters = list(parameters.values())
-        self.names = ["the output", *(f"the gradient of {name}" for name in parameters)]
+        self._numbers = {name: at for at, name in enumerate(parameters)}
+        self._surroundings = surroundings or Surroundings()
+        self._slots = list(self._surroundings.slots())
+        self.names = [
+            "the output",
+            *(f"the gradient of {name}" for name in parameters),
+            *["the gradient of the input"] * len(self._slots),
+        ]
         self._device = self._parameters[0].device
+        self._generators = generators or Generators(self._device)
+        self._plain = plain
         self._armed, self._repeating = False, False
         self._recording: _Recording | None = None
+        self._leaves: dict[int, torch.Tensor] = {}  # of the forward pass that runs now
+        self._on_leaf: Callable[[int, torch.Tensor], None] | None = None
         self._hooks = [
             self.inner.register_forward_pre_hook(ModuleHook(self._begins), with_kwargs=True),
             self.inner.register_forward_hook(ModuleHook(self._computed)),
+            *(
+                each.register_forward_pre_hook(ModuleHook(partial(self._gathered, name)))
+                for name, each in self.gathering.items()
+            ),
         ]
 
     def close(self) -> None:
@@ -98,7 +186,7 @@ class Tap:
         for hook in self._hooks:
             hook.remove()
 
-    def arm(self) -> None:
+    def arm(self, turn: int = 0) -> None:  # noqa: ARG002 - the first micro-batch, whichever check it is
         """Record the next micro-batch."""
         self._close_recording()
         self._armed, self._recording = True, None
@@ -110,48 +198,113 @@ class Tap:
         if recording is None:
             return None, "the program did not call the model that it has given to the witness"
         if recording.unsuited or not recording.of_output:
-            return None, recording.unsuited or "no gradient comes to the output of the model before the next micro-batch begins"
+            return None, recording.unsuited or _NO_GRADIENT
         buffer = io.BytesIO()
         torch.save((recording.before, recording.of_output), buffer)
-        gradients = (recording.gradients.get(at, 0) for at in range(len(self._parameters)))
+        gradients = (recording.gradients.get(at, 0) for at in range(len(self.names) - 1))
         return Case(buffer.getvalue(), (recording.output, *gradients)), ""
 
     def repeat(self, data: bytes) -> tuple[int, ...]:
         """Return the values of a case, computed here. Random generators and buffers are afterwards as before."""
-        begun, of_output = self.loaded(data)
-        output, gradients = self.play(self.loaded(begun), of_output)
-        return (_hash(*output), *(0 if each is None else _hash(each) for each in gradients))
+        before, of_output = self.loaded(data)
+        found = [0] * (len(self.names) - 1)
+
+        def note(at: int, gradient: torch.Tensor) -> None:
+            found[at] = _hash(gradient)
+
+        output = self.play(self.loaded(before), of_output, gradient=note)
+        return (_hash(*output), *found)
 
     def play(
-        self, begun: Begun, of_output: Mapping[int, torch.Tensor], seen: Callable[[Any], None] = lambda _: None
-    ) -> tuple[list[torch.Tensor], tuple[torch.Tensor | None, ...]]:
-        """Compute a micro-batch. Return the tensors of the output, and the gradient of each parameter.
+        self,
+        begun: Begun,
+        of_output: Mapping[int, torch.Tensor],
+        seen: Callable[[Any], None] = lambda _: None,
+        gradient: Callable[[int, torch.Tensor], None] = lambda *_: None,
+    ) -> list[torch.Tensor]:
+        """Compute a micro-batch. Return the tensors of the output.
 
         Args:
             begun: what the forward pass starts from.
             of_output: gradients of tensors of the output, by their number; empty: there is no backward pass.
             seen: called with the output before the backward pass.
+            gradient: called with the number of each parameter, or of each received tensor after those, and its gradient.
         """
-        args, kwargs, random, buffers, autocast = begun
         now = self.state()
         self._repeating, hooks = True, []
+        leaves: dict[int, torch.Tensor] = {}
+
+        def watch(at: int, leaf: torch.Tensor) -> None:
+            if leaf.requires_grad:  # the program may have frozen it since
+                leaves[at] = leaf
+                hooks.append(leaf.register_hook(partial(_freed, gradient, at)))  # type: ignore[no-untyped-call]
+
         try:
-            self._restore(random, buffers)
-            with torch.enable_grad(), torch.autocast(self._device.type, dtype=autocast[1], enabled=autocast[0]):
-                whole = self.inner(*args, **kwargs)
-            output = list(floats(whole))
-            seen(whole)
-            if not of_output:
-                return output, ()
-            chosen, weights = [output[at] for at in of_output], list(of_output.values())
-            for tensor, weight in zip(chosen, weights, strict=True):
-                hooks.append(tensor.register_hook(partial(_given, weight)))  # type: ignore[no-untyped-call]
-            return output, torch.autograd.grad(chosen, self._parameters, weights, allow_unused=True)
+            with self._surroundings.kept(), self._with_received(begun.received, watch):
+                self._restore(begun.random, begun.buffers)
+                autocast = torch.autocast(self._device.type, dtype=begun.autocast[1], enabled=begun.autocast[0])
+                with torch.enable_grad(), autocast, self._leaves_to(watch):
+                    whole = self.inner(*begun.args, **begun.kwargs)
+                output = list(floats(whole))
+                seen(whole)
+                if not of_output:
+                    return output
+                chosen, weights = [output[at] for at in of_output], list(of_output.values())
+                for tensor, weight in zip(chosen, weights, strict=True):
+                    hooks.append(tensor.register_hook(partial(_given, weight)))  # type: ignore[no-untyped-call]
+                torch.autograd.grad(chosen, list(leaves.values()), weights, allow_unused=True)
+                return output
         finally:
             self._repeating = False
             for hook in hooks:  # an output may be a parameter, which would keep it
                 hook.remove()
             self._restore(*now)
+
+    @contextlib.contextmanager
+    def _with_received(
+        self, values: Sequence[torch.Tensor | None], watch: Callable[[int, torch.Tensor], None]
+    ) -> Iterator[None]:
+        """Let these tensors reach the model beside its arguments."""
+        own = self._slot_values()
+        try:
+            for at, ((holder, name), value) in enumerate(zip(self._slots, values, strict=True)):
+                leaf = None if value is None else value.detach().requires_grad_(value.is_floating_point())
+                setattr(holder, name, leaf)
+                if leaf is not None:
+                    watch(len(self._parameters) + at, leaf)
+            yield
+        finally:
+            for (holder, name), tensor in zip(self._slots, own, strict=True):
+                setattr(holder, name, tensor)
+
+    def _slot_values(self) -> list[torch.Tensor | None]:
+        return [getattr(holder, name, None) for holder, name in self._slots]
+
+    @contextlib.contextmanager
+    def _leaves_to(self, watch: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+        """Tell of each parameter that the next forward pass uses, with the tensor that it uses."""
+        self._watch_leaves(watch)
+        try:
+            yield
+        finally:
+            self._on_leaf = None
+
+    def _watch_leaves(self, watch: Callable[[int, torch.Tensor], None]) -> None:
+        self._leaves, self._on_leaf = {}, watch
+        for at, parameter in enumerate(self._parameters):
+            if not _is_shard(parameter):
+                watch(at, parameter)
+
+    def _gathered(self, prefix: str, module: torch.nn.Module, _args: Any) -> None:
+        """A module has gathered its parameters. Those of modules in it that are not yet gathered are DTensors."""
+        if self._on_leaf is None:
+            return
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            at = self._numbers.get(self._plain(f"{prefix}.{name}" if prefix else name))
+            if at is None or at in self._leaves or _is_shard(parameter) or not _is_shard(self._parameters[at]):
+                continue
+            self._leaves[at] = parameter
+            self._on_leaf(at, parameter)
 
     @property
     def repeats(self) -> bool:
@@ -166,44 +319,57 @@ class Tap:
         """Return what ``torch.save`` has written, on this rank's device."""
         return loaded(data, self._device)
 
-    def random(self) -> list[torch.Tensor]:
-        """Return the states of torch's random generators."""
-        found = [torch.get_rng_state()]
-        return [*found, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else found
+    def begun(self, args: Any, kwargs: Any, buffers: list[torch.Tensor]) -> Begun:
+        """Return what a forward pass starts from that begins now."""
+        received = [None if each is None else each.detach() for each in self._slot_values()]
+        return Begun(args, kwargs, self._generators.states(), buffers, self.autocast(), received)
 
-    def state(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def state(self) -> tuple[Any, list[torch.Tensor]]:
         """Return copies of what a forward pass changes: states of random generators, and buffers."""
-        return self.random(), [each.detach().clone() for each in self.inner.buffers()]
+        return self._generators.states(), [each.detach().clone() for each in self.inner.buffers()]
 
     @torch.no_grad()
-    def _restore(self, random: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-        torch.set_rng_state(random[0])
-        if len(random) > 1:
-            torch.cuda.set_rng_state(random[1], self._device)
+    def _restore(self, random: Any, buffers: Sequence[torch.Tensor]) -> None:
+        self._generators.restore(random)
         for own, value in zip(self.inner.buffers(), buffers, strict=True):
             own.copy_(value)
 
     def _begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self._repeating or not module.training or not torch.is_grad_enabled():
             return
-        self._close_recording()
+        if self._recording is not None and self._recording.task >= 0:  # its backward pass has ended
+            self._close_recording()
         if not self._armed:
             return
         self._armed = False
         buffer = io.BytesIO()
         try:
-            torch.save((args, kwargs, *self.state(), self.autocast()), buffer)
+            torch.save(self.begun(args, kwargs, self.state()[1]), buffer)
         except Exception as err:  # of any object that the program passes to its model
             self._recording = _Recording(b"", unsuited=f"the input of the model cannot be sent to another rank ({err})")
             return
         self._recording = recording = _Recording(buffer.getvalue())
-        for at, parameter in enumerate(self._parameters):
-            recording.hooks.append(parameter.register_hook(partial(self._gradient, recording, at)))  # type: ignore[no-untyped-call]
+
+        def watch(at: int, leaf: torch.Tensor) -> None:
+            if leaf.requires_grad:
+                hook = leaf.register_hook(partial(self._gradient, recording, at))  # type: ignore[no-untyped-call]
+                recording.hooks.append(hook)
+
+        self._watch_leaves(watch)
+        for at, tensor in enumerate(self._slot_values()):
+            if tensor is not None:
+                watch(len(self._parameters) + at, tensor)
 
     def _computed(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
         recording = self._recording
-        if self._repeating or recording is None or recording.closed or recording.output or recording.unsuited:
+        if self._repeating or recording is None or recording.closed or recording.unsuited:
             return
+        if recording.output:
+            for tensor in floats(output):  # of another micro-batch, whose backward pass may come before, or be the same
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(partial(self._of_other, recording))  # type: ignore[no-untyped-call]
+            return
+        self._on_leaf = None
         found = list(floats(output))
         try:
             recording.output = _hash(*found)
@@ -216,21 +382,52 @@ class Tap:
                 recording.hooks += [hook] * tensor.is_leaf  # a parameter keeps it
 
     def _of_output(self, recording: _Recording, at: int, gradient: torch.Tensor) -> None:
-        if recording.closed or at in recording.of_output:
+        if recording.closed:
+            return
+        now = _backward_pass()
+        if at in recording.of_output or recording.task not in (-1, now) or recording.other_task == now:
             recording.unsuited = _SEVERAL
+        recording.task = now
         recording.of_output[at] = gradient.detach().clone()
 
-    def _gradient(self, recording: _Recording, at: int, gradient: torch.Tensor) -> None:
-        if at in recording.gradients:
+    def _of_other(self, recording: _Recording, _gradient: torch.Tensor) -> None:
+        """The backward pass of another micro-batch has begun."""
+        recording.other_task = _backward_pass()
+        if recording.task == recording.other_task:
             recording.unsuited = _SEVERAL
-        recording.gradients[at] = _hash(gradient)
+
+    def _gradient(self, recording: _Recording, at: int, gradient: torch.Tensor) -> None:
+        """A gradient comes to a parameter. In a pipeline it may be of another micro-batch."""
+        if recording.closed or recording.task != _backward_pass():
+            return
+        try:
+            recording.gradients[at] = _hash(gradient)
+        except Exception as err:  # of any class of tensor: the program that computes it must not notice
+            recording.unsuited = f"{self.names[1 + at]} has no hash ({err})"
 
     def _close_recording(self) -> None:
         if self._recording is not None:
-            self._recording.closed = True
+            self._recording.closed, self._on_leaf = True, None
             for hook in self._recording.hooks:
                 hook.remove()
             self._recording.hooks.clear()
+
+
+def _backward_pass() -> int:
+    """Return the number of the backward pass that runs now; -1: none."""
+    return torch._C._current_graph_task_id()
+
+
+def _is_shard(parameter: torch.Tensor) -> bool:
+    """Return whether it is a DTensor, which is a part of a parameter while no layer uses that."""
+    return hasattr(parameter, "device_mesh")
+
+
+def _freed(note: Callable[[int, torch.Tensor], None], at: int, gradient: torch.Tensor) -> torch.Tensor:
+    """Note a gradient of a repetition, and replace it by one that takes no memory."""
+    with torch.no_grad():
+        note(at, gradient)
+        return gradient.new_zeros(()).expand_as(gradient)
 
 
 def _given(gradient: torch.Tensor, _computed: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -75,6 +76,17 @@ def seconds(layout: Layout, turn: int, seed: int = 0) -> dict[int, int]:
         return sum(layout.hosts[second[rank]] not in (layout.hosts[rank], layout.hosts[buddy[rank]]) for rank in second)
 
     return _shifted(layout, max((shift for shift in layout.shifts if shift != first), key=apart))
+
+
+def components(groups: Sequence[Collection[int]]) -> list[set[int]]:
+    """Return the groups, of which those with a common rank are one."""
+    found: list[set[int]] = []
+    for each in groups:
+        touched = [other for other in found if not other.isdisjoint(each)]
+        found = [other for other in found if other.isdisjoint(each)]
+        merged = set(each).union(*touched)
+        found += [merged] if merged else []
+    return found
 
 
 def _shifted(layout: Layout, shift: int) -> dict[int, int]:

@@ -39,27 +39,36 @@ class Subject:
         step: optimizer step, from 1.
         micro_batch: of the step, from 0; None where all of a step counts.
         twice: a rank compares with what it has computed itself before.
+        together: ranks compute parts of the same layers, so one of them may be wrong for all.
     """
 
     what: str
     step: int
     micro_batch: int | None = None
     twice: bool = False
+    together: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """The value of one rank.
+    """The value of one rank, or of several that compute something together.
 
     Attributes:
         rank: global rank.
         host: its host.
         values: hashes: one, or those of several repetitions by this rank.
+        beside: other ranks that computed it together with this one, with their hosts.
     """
 
     rank: int
     host: str
     values: tuple[int, ...]
+    beside: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def hosts(self) -> set[str]:
+        """The hosts of all of them."""
+        return {self.host, *(host for _, host in self.beside)}
 
     @property
     def steady(self) -> bool:
@@ -78,7 +87,7 @@ class Verdict:
         ranks: ranks whose value is wrong; of NO_MAJORITY, those with different values; of NONDETERMINISTIC, those whose
             repetitions differ. Ascending.
         hosts: their hosts, in the same order.
-        agreeing_ranks: number of ranks that agree.
+        agreeing_ranks: number of ranks that agree, or of groups of ranks that compute together.
         blamed: those of ``hosts`` that at least two other hosts contradict in agreement.
     """
 
@@ -95,7 +104,7 @@ def vote(check: Kind, subject: Subject, ballots: Sequence[Ballot]) -> Verdict | 
     """Return the verdict of the ranks' values; None if all are equal.
 
     A rank is named only if more than half of all, so at least two others, have one other value. Its host is blamed only if two
-    of these are on two other hosts.
+    of these are on two other hosts. Of ranks that compute together it is blamed only if all of them are on one host.
     """
     ballots = sorted(ballots, key=lambda each: each.rank)
     unsteady = [each for each in ballots if not each.steady]
@@ -108,9 +117,15 @@ def vote(check: Kind, subject: Subject, ballots: Sequence[Ballot]) -> Verdict | 
     if 2 * number <= len(ballots):  # a majority of different values has at least two
         return _verdict(Kind.NO_MAJORITY, check, subject, ballots)
     others = [each for each in ballots if each.values[0] != value]
-    hosts = {each.host for each in ballots if each.values[0] == value}
-    blamed = tuple(sorted({each.host for each in others if len(hosts - {each.host}) >= AGREEING}))
+    agreeing = [each.hosts for each in ballots if each.values[0] == value]
+    alone = [each for each in others if len(each.hosts) == 1]
+    blamed = tuple(sorted({each.host for each in alone if _other_hosts(agreeing, each.host) >= AGREEING}))
     return _verdict(check, check, subject, others, number, blamed)
+
+
+def _other_hosts(agreeing: Sequence[set[str]], host: str) -> int:
+    """Return on how many hosts those are that agree, apart from one. Each counts once, wherever its ranks are."""
+    return len({min(hosts) for hosts in agreeing if host not in hosts})
 
 
 def written_by_program(changed: Collection[int], ranks: int) -> bool:
@@ -177,5 +192,6 @@ def _verdict(
     agreeing_ranks: int = 0,
     blamed: tuple[str, ...] = (),
 ) -> Verdict:
-    ranks, hosts = tuple(each.rank for each in of), tuple(each.host for each in of)
+    every = [told for each in of for told in ((each.rank, each.host), *each.beside)]
+    ranks, hosts = tuple(rank for rank, _ in every), tuple(host for _, host in every)
     return Verdict(kind, check, subject, ranks, hosts, agreeing_ranks, blamed)

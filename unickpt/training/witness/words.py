@@ -11,6 +11,7 @@ _DIFFERS = {
     Kind.SDC_AT_REST: "found {what} changed between two steps of the optimizer, and {n} other ranks did not",
     Kind.SDC_UPDATE: "computed the step of {what} otherwise than {n} other ranks",
 }
+_TOGETHER = "together compute {what} otherwise than {n} other groups of ranks with the same input"
 _TWICE = "computed {what} otherwise in the backward pass than in the forward pass"
 _NO_MAJORITY = {
     Kind.SDC_COMPUTE: "compute {what} differently",
@@ -41,6 +42,8 @@ def text(verdict: Verdict) -> str:
     if verdict.kind is Kind.NO_MAJORITY:
         said = (_TWICE if subject.twice else _NO_MAJORITY[verdict.check]).format(what=subject.what)
         return f"{begin} {said}; too few others agree to say who is wrong"
+    if subject.together:
+        return f"{begin} {_TOGETHER.format(what=subject.what, n=verdict.agreeing_ranks)}"
     differs = f"{_TWICE}, and {{n}} other ranks did not" if subject.twice else _DIFFERS[verdict.kind]
     said = differs.format(what=subject.what, n=verdict.agreeing_ranks)
     return f"{begin} {said}" if one else f"{begin} each {said}"

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from unickpt.base.errors import ConfigError
 from unickpt.training.witness.agreeing import Ranks
-from unickpt.training.witness.recomputing import Differs, Recomputed, Selves, Suspicion, components, suspicions_of
+from unickpt.training.witness.recomputing import Differs, Recomputed, Selves, Suspicion, suspicions_of
+from unickpt.training.witness.schedule import components
 from unickpt.training.witness.vote import Ballot, Kind, Subject, Verdict, differing_from_itself
 from unickpt.training.witness.words import next_steps, text
 
