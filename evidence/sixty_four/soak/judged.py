@@ -186,7 +186,9 @@ def _wrong_orders(kind: Kind, case: Case, watch: Watch) -> list[str]:
             wrong.append(f"order: {text[:200]}")
     if kind.named and not any(word in text for text in orders for word in kind.named):
         wrong.append(f"no order with {' or '.join(kind.named)}")
-    if kind.said and not any(word in said for _, said in watch.lines() for word in kind.said):
+    told = [said for _, said in watch.lines()]
+    told += [each["why"] for each in watch.job.events() if each["what"] == "not saved" and each["at"] >= watch.began_s]
+    if kind.said and not any(word in said for said in told for word in kind.said):
         wrong.append(f"nothing is logged with {' or '.join(kind.said)}")
     return wrong
 

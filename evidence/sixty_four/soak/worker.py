@@ -109,7 +109,7 @@ def _saved(job: Observed, model: Any, optimizer: Any, checkpoints: Path, step: i
     try:
         unickpt.save_training(model, optimizer, checkpoints / f"step{step}", step=step, samples=step * exact.BATCH, **more)
     except unickpt.SaveFailedError as err:  # training goes on
-        job.say("not saved", step=step, why=str(err)[:300])
+        job.say("not saved", step=step, why=str(err)[:1000])
 
 
 def _child(job: Observed, step: int) -> None:
