@@ -41,12 +41,21 @@ class Fault:
         self.values: list[torch.Tensor] = []
         self._first = False  # of the calls of a step
         self.linear = [each for each in module.modules() if isinstance(each, torch.nn.Linear)]
+        self._watched: list[torch.Tensor] = []
         for at, layer in enumerate(self.linear):
             layer.register_forward_hook(partial(self._layer, at))
-            layer.weight.register_hook(partial(self._gradient, at))
-        for parameter in module.parameters():
-            parameter.register_hook(self._seen)
+        for each in module.modules():
+            each.register_forward_pre_hook(self._begins)
         module.register_forward_hook(self._output)
+
+    def _begins(self, module: torch.nn.Module, _args: Any) -> None:
+        """Watch the gradients of a layer. With FSDP2 it has other parameters when it is called than at rest."""
+        for parameter in module.parameters(recurse=False):
+            if all(parameter is not each for each in self._watched):
+                self._watched.append(parameter)
+                if module in self.linear and parameter is module.weight:
+                    parameter.register_hook(partial(self._gradient, self.linear.index(module)))
+                parameter.register_hook(self._seen)
 
     def begin(self, active: tuple[str, int, int, float] | None) -> None:
         self.active, self.values, self._first = active, [], True

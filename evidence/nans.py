@@ -94,6 +94,9 @@ class Trained(Protocol):
     def watching(self) -> Watching: ...
     def steps(self, micro_batches: Sequence[Inputs]) -> None: ...
     def places(self) -> Places: ...
+    def whole(self) -> Model:
+        """Return a model with all weights: ``module``, or a copy if that has shards. Every rank calls it."""
+        ...
 
 
 def sound(dtype: torch.dtype) -> Inputs:
@@ -178,13 +181,15 @@ def nans(job: Trained, count: int, seed: int, dtype: torch.dtype = torch.float32
     torch.manual_seed(100 * seed + rank)
     job.steps([sound(dtype) for _ in range(ACCUMULATION)])
     kept = {key: tensor.detach().clone() for key, tensor in job.places().items()}
+    whole = job.whole()  # a flip in a shard reaches all ranks, so nobody has the right weight
+    causes = DATA + tuple(each for each in HARDWARE if each != "weight" or whole is job.module)
     while found["injected"] < count:
-        cause, at, on = chance.choice(DATA + HARDWARE), chance.randrange(ACCUMULATION), chance.randrange(world)
+        cause, at, on = chance.choice(causes), chance.randrange(ACCUMULATION), chance.randrange(world)
         layer = chance.choice(("first", "middle") if cause == "gradient" else ("first", "middle", "head"))
         where, own = chance.random(), random.Random(chance.random())
         before = len(job.watching.verdicts)
         batches = [sound(dtype) for _ in range(ACCUMULATION)]
-        wanted = _injected(job, cause, layer, where, batches, at, own) if rank == on else None
+        wanted = _injected(job, whole, cause, layer, where, batches, at, own) if rank == on else None
         told: list[Any] = [None] * world
         job.steps(batches)
         _sound_again(job)
@@ -266,7 +271,7 @@ def _large(tensor: torch.Tensor, where: float) -> torch.Tensor:
 
 
 def _injected(
-    job: Trained, cause: str, layer: str, where: float, batches: list[Inputs], at: int, chance: random.Random
+    job: Trained, whole: Model, cause: str, layer: str, where: float, batches: list[Inputs], at: int, chance: random.Random
 ) -> tuple[str, bool] | None:
     """Break a micro-batch of this rank, and return what should be named; None if a flip makes nothing infinite."""
     module, state = job.module, torch.get_rng_state()
@@ -276,13 +281,13 @@ def _injected(
         flip(getattr(module, layer).weight, where)
         at = 0  # the first micro-batch sees it
     else:
-        module_layer = getattr(module, layer)
-        module_layer.fault = _flipping(cause, where, first_alone=False)
+        getattr(whole, layer).fault = _flipping(cause, where, first_alone=False)
     for _ in range(at):  # random numbers of the micro-batches before, of dropout alone
         torch.nn.functional.dropout(torch.ones(MICRO_BATCH, WIDTH), 0.1)
     then = torch.get_rng_state()
     torch.set_rng_state(state)
-    wanted = expected(module, batches[at], then)
+    wanted = expected(whole, batches[at], then)
+    getattr(whole, layer).fault = None
     if cause in HARDWARE and cause != "weight":
         calls = [0]
         fault = _flipping(cause, where, first_alone=False)

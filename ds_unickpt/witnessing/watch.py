@@ -148,7 +148,7 @@ def _beginning(
     if BUDDY in checks and buddies is None:
         checks.discard(BUDDY)
         if job.leads:
-            logger.warning("unickpt: witness: the check buddy needs ZeRO 0 to 2 and data parallelism alone, on several ranks")
+            logger.warning("unickpt: witness: the check buddy needs data parallelism alone, on several ranks")
     causes = None
     if counters and tap is not None:
         causes = Causes(Recalled(tap), counters[0], job, partial(_folders, settings.batches))
@@ -213,9 +213,10 @@ def _finite(counters: list[Counters]) -> bool:
 
 
 def _tap(engine: Any, job: Ranks, among: dict[str, Ranks]) -> Tap | None:
-    """Return what repeats micro-batches; None if a rank alone cannot."""
+    """Return what repeats micro-batches; None if a rank cannot repeat what another one has computed."""
     alone = len(among) == 1 and sorted(among[""].ranks) == sorted(job.ranks)
-    if not alone or engine.zero_optimization_partition_weights() or engine.pipeline_parallelism:
+    if not alone or engine.pipeline_parallelism:
         return None
     trained = {name: each for name, each in engine.module.named_parameters() if each.requires_grad}
-    return Tap(engine.module, trained)
+    gathering = {"": engine.module} if engine.zero_optimization_partition_weights() else {}  # parameters stay the same objects
+    return Tap(engine.module, trained, gathering=gathering)

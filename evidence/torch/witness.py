@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -37,6 +38,7 @@ import torch_unickpt
 from evidence import computed, nans, steps, twice
 from evidence.flips import Places
 from unickpt.training.witness.agreeing import Ranks
+from unickpt.training.witness.held import local
 from unickpt.training.witness.vote import Kind, Verdict
 from unickpt.training.witness.watching import Watching
 
@@ -56,7 +58,15 @@ class Job:
     """A training: ``ddp`` or ``fsdp``, in one dtype, with dropout."""
 
     def __init__(
-        self, kind: str, dtype: torch.dtype, *, width: int = 24, layers: int = 3, batch: int = 6, again: bool = False
+        self,
+        kind: str,
+        dtype: torch.dtype,
+        *,
+        width: int = 24,
+        layers: int = 3,
+        batch: int = 6,
+        again: bool = False,
+        each: bool = False,
     ) -> None:
         torch.manual_seed(0)
         parts = [
@@ -65,6 +75,9 @@ class Job:
         if again:
             parts = [Again(*parts[at : at + 3]) for at in range(0, len(parts), 3)]
         self.module = torch.nn.Sequential(*parts, torch.nn.Linear(width, width)).to(dtype)
+        for layer in self.module if each and kind == "fsdp" else ():
+            if isinstance(layer, torch.nn.Linear):
+                fully_shard(layer)
         self.model: Any = DistributedDataParallel(self.module) if kind == "ddp" else fully_shard(self.module)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.dtype, self.width, self.batch, self.kind = dtype, width, batch, kind
@@ -122,10 +135,10 @@ def flips(kind: str, dtype: torch.dtype, count: int, seed: int) -> Counter[str]:
 
 
 class ComputeJob(Job):
-    """A training with DDP that may compute something wrongly."""
+    """A training that may compute something wrongly."""
 
-    def __init__(self, dtype: torch.dtype, checks: Sequence[str]) -> None:
-        super().__init__("ddp", dtype)
+    def __init__(self, kind: str, dtype: torch.dtype, checks: Sequence[str]) -> None:
+        super().__init__(kind, dtype, each=True)
         self.fault = computed.Fault(self.module)
         self.optimizer.register_step_pre_hook(self.fault.ends)
         self.witness = torch_unickpt.witness(self.model, self.optimizer, {"every": 1, "checks": [*checks]})
@@ -149,7 +162,7 @@ def sound(kind: str, dtype: torch.dtype, count: int) -> tuple[int, bool]:
     ends, verdicts = [], 0
     for options in (
         None,
-        {"every": 1, "checks": ["rest", "replicas", "nonfinite", "outlier", "buddy" if kind == "ddp" else "update"]},
+        {"every": 1, "checks": ["rest", "replicas", "nonfinite", "outlier", "buddy", *["update"] * (kind == "fsdp")]},
     ):
         job = Job(kind, dtype)
         watching = torch_unickpt.witness(job.model, job.optimizer, options)
@@ -222,12 +235,14 @@ def cost(count: int) -> Iterator[str]:
 
 
 class NanJob:
-    """A training with DDP whose micro-batches may have NaN. The witness writes those into a folder."""
+    """A training whose micro-batches may have NaN. The witness writes those into a folder."""
 
-    def __init__(self, folder: str, check: str = "nonfinite") -> None:
+    def __init__(self, kind: str, folder: str, check: str = "nonfinite") -> None:
         torch.manual_seed(0)
         self.module = nans.Model()
-        self.model = DistributedDataParallel(self.module)
+        for layer in (self.module.first, self.module.middle, self.module.head) if kind == "fsdp" else ():
+            fully_shard(layer)
+        self.model: Any = DistributedDataParallel(self.module) if kind == "ddp" else fully_shard(self.module)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         options = {"every": 1, "checks": [check], "batches": folder}
         self.witness = torch_unickpt.witness(self.model, self.optimizer, options)
@@ -238,16 +253,26 @@ class NanJob:
         return self.witness._watching
 
     def steps(self, micro_batches: Sequence[nans.Inputs]) -> None:
+        ddp = isinstance(self.model, DistributedDataParallel)
         for at, inputs in enumerate(micro_batches):
-            with nullcontext() if at == len(micro_batches) - 1 else self.model.no_sync():
+            with self.model.no_sync() if ddp and at < len(micro_batches) - 1 else nullcontext():
                 nans.loss_of(self.model(**inputs)).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def places(self) -> Places:
-        found = {("weight", name): each.detach() for name, each in self.module.named_parameters()}
+        found = {("weight", name): local(each) for name, each in self.module.named_parameters()}
         for name, each in self.module.named_parameters():
-            found |= {(place, name): self.optimizer.state[each][place] for place in PLACES[1:]}
+            found |= {(place, name): local(self.optimizer.state[each][place]) for place in PLACES[1:]}
+        return found
+
+    def whole(self) -> nans.Model:
+        """Return a model with all weights."""
+        weights = {name: each.full_tensor() for name, each in self.module.named_parameters() if isinstance(each, DTensor)}
+        if not weights:
+            return self.module
+        found = nans.Model()
+        found.load_state_dict(weights)
         return found
 
 
@@ -304,22 +329,23 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.getLogger("unickpt").setLevel(logging.CRITICAL)
     dist.init_process_group("gloo")
-    if given.what in ("nan", "outlier"):
+    for kind in ("ddp", "fsdp") if given.what in ("nan", "outlier") else ():
         with tempfile.TemporaryDirectory() as folder:
             if given.what == "nan":
-                counts = nans.nans(NanJob(folder), given.count, given.seed)
+                counts = nans.nans(NanJob(kind, folder), given.count, given.seed)
             else:
-                counts = nans.outliers(NanJob(folder, "outlier"), given.count, given.seed)
+                counts = nans.outliers(NanJob(kind, folder, "outlier"), given.count, given.seed)
         if dist.get_rank() == 0:
-            print(f"ddp: {sorted(counts.items())}", flush=True)
+            print(f"{kind}: {sorted(counts.items())}", flush=True)
     for kind, dtype in [(kind, dtype) for kind in ("ddp", "fsdp") for dtype in BITS]:
         row = ""
         if given.what == "flips":
             row = str(sorted(flips(kind, dtype, given.count, given.seed).items()))
-        elif given.what == "compute" and kind == "ddp":
-            counts = computed.compute(ComputeJob(dtype, ["buddy"]), given.count, given.seed)
-            job = ComputeJob(dtype, ["replicas"])
-            counts += computed.compute(job, given.count // 5, given.seed, [computed.REDUCED])
+        elif given.what == "compute":
+            counts = computed.compute(ComputeJob(kind, dtype, ["buddy"]), given.count, given.seed)
+            if kind == "ddp":
+                job = ComputeJob(kind, dtype, ["replicas"])
+                counts += computed.compute(job, given.count // 5, given.seed, [computed.REDUCED])
             row = str(sorted(counts.items()))
         elif given.what == "update" and kind == "fsdp":
             stepped = StepJob(dtype)

@@ -14,6 +14,7 @@ from torch_unickpt.edge import RUNTIME
 from torch_unickpt.held_state.names import names_of, plain, without_ddp
 from torch_unickpt.held_state.optimizers import unwrapped
 from torch_unickpt.witnessing.held import Held, held_by
+from torch_unickpt.witnessing.taps import tap_of
 from unickpt.api.acting import Recorded
 from unickpt.api.dtensors import is_dtensor
 from unickpt.api.witness import Witness
@@ -29,7 +30,6 @@ from unickpt.training.witness.counting import Counters, all_finite
 from unickpt.training.witness.held import local
 from unickpt.training.witness.recalling import Recalled
 from unickpt.training.witness.recomputing import Recomputed, Selves
-from unickpt.training.witness.repeating import Tap
 from unickpt.training.witness.settings import BUDDY, NONFINITE, OUTLIER, SELF, UPDATE, settings_of
 from unickpt.training.witness.updating import Range, StepTap, unsuited
 from unickpt.training.witness.vote import Kind
@@ -77,18 +77,22 @@ def witness(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any] |
     watched = [_watched(some, ranks, step) for some in held]
     checks = seeing(settings.checks, watched, ranks)
     counters = [Counters(model, without_ddp(model), plain=plain)] if {NONFINITE, OUTLIER} & checks else []
-    tap = _tap(model, held, ranks) if {BUDDY, NONFINITE, OUTLIER} & checks else None
+    within = _ranks_within_layers(model)
+    several = bool(ranks.gather(torch.tensor([len(within) > 1]).long()).any())
+    world = len(ranks.ranks)
+    tap = tap_of(model, held, world, within_layers=several) if {BUDDY, NONFINITE, OUTLIER} & checks else None
     of_buddies = Buddies(tap, ranks) if BUDDY in checks and tap is not None and len(ranks.ranks) > 1 else None
     if BUDDY in checks and of_buddies is None:
         checks.remove(BUDDY)
         if ranks.leads:
             logger.warning(
-                "unickpt: witness: the check buddy needs DistributedDataParallel on several ranks, and one optimizer"
+                "unickpt: witness: the check buddy needs DistributedDataParallel or fully_shard on several ranks, without "
+                "tensor parallelism, and one optimizer"
             )
     causes = None
     if counters and tap is not None:
         causes = Causes(Recalled(tap), counters[0], ranks, partial(_folders, model, settings.batches))
-    selves = _selves(model, ranks) if SELF in checks else None
+    selves = Selves(Recomputed([without_ddp(model)], plain=plain), ranks, within) if SELF in checks else None
     updates = _updates(optimizers, held, ranks) if UPDATE in checks else None
     if updates is None:
         checks.discard(UPDATE)
@@ -101,10 +105,6 @@ def witness(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any] |
     for optimizer, each in zip(optimizers, watched, strict=True):
         watching.hooks += [_hooked(optimizer, watching, each)]
     return Witness(watching)
-
-
-def _selves(model: torch.nn.Module, ranks: Ranks) -> Selves:
-    return Selves(Recomputed([without_ddp(model)], plain=plain), ranks, _ranks_within_layers(model))
 
 
 def _ranks_within_layers(model: torch.nn.Module) -> set[int]:
@@ -123,15 +123,6 @@ def _groups_of(module: FSDPModule) -> list[Any]:
     infos = [each.mesh_info for each in own if each is not None]
     groups = (getattr(info, f"{kind}_process_group", None) for info in infos for kind in ("shard", "replicate"))
     return [group for group in groups if group is not None]
-
-
-def _tap(model: torch.nn.Module, held: Sequence[Sequence[Held]], ranks: Ranks) -> Tap | None:
-    """Return what repeats micro-batches; None if a rank alone cannot, as with shards, or there are several optimizers."""
-    whole = isinstance(model, DistributedDataParallel) or len(ranks.ranks) == 1
-    trained = {each.stepped.name: each.parameter for some in held for each in some if each.parameter.requires_grad}
-    if not whole or len(held) != 1 or not trained or any(map(is_dtensor, trained.values())):
-        return None
-    return Tap(without_ddp(model), trained)
 
 
 def _updates(

@@ -85,7 +85,7 @@ def a_bit_that_flips_in_a_copy_is_named(folder: Path) -> None:
 def what_the_program_and_deepspeed_write_has_no_verdict_and_weights_stay_equal(folder: Path) -> None:
     for layout in some((here(1, "bf16"), here(3), here(0), here(2, "bf16"), here(0, "bf16"), here(1, "bf16o")), 2):
         ends = []
-        checks = ["rest", "replicas", "nonfinite", *["buddy"] * (layout.stage < 3)]
+        checks = ["rest", "replicas", "nonfinite", "buddy"]
         for witness in ({"every": 1, "checks": checks}, {"every": 0}):
             engine = build(layout, seed=1, unickpt={**ON, "witness": witness})
             train(engine, 2)
@@ -115,7 +115,7 @@ def the_first_layer_that_is_not_finite_is_named_and_a_step_left_out_is_not(folde
         train(engine, 1)
         handle.remove()
         own = [each for each in ds_unickpt.witness_of(engine).verdicts if isinstance(each, NonFinite)]
-        cause = Cause.DATA_OR_MODEL if layout.stage < 3 else Cause.UNDECIDED  # under ZeRO-3 no rank alone repeats anything
+        cause = Cause.DATA_OR_MODEL
         named = [(each.place.layer, each.place.backward, each.step, each.cause) for each in own]
         assert named == [("blocks.0.mlp.1", False, 2, cause)], layout
 

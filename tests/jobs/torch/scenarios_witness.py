@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +17,7 @@ import torch_unickpt
 from tests.jobs.torch.model import Job
 from tests.jobs.torch.registry import job_of, logged, scenario
 from unickpt.checkpoint.format.witnessed import Passed
+from unickpt.training.witness.held import local
 from unickpt.training.witness.nonfinite import NonFinite
 from unickpt.training.witness.vote import Kind, Verdict
 
@@ -206,23 +208,40 @@ def _sound(_step: int, _micro_batch: int) -> Any:
     return lambda x: x
 
 
+def _wrapped(module: Faulty, kind: str) -> Any:
+    if kind == "ddp":
+        return DistributedDataParallel(module, broadcast_buffers=False)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if kind == "hsdp" else None
+    for each in (module.first, module.second, module):
+        fully_shard(each, mesh=mesh)
+    return module
+
+
 def _with_buddies(
-    fault: Any, steps: int, options: dict[str, Any] | None, penalty: float = 0, bad: tuple[int, int, int] | None = None
+    fault: Any,
+    steps: int,
+    options: dict[str, Any] | None,
+    penalty: float = 0,
+    bad: tuple[int, int, int] | None = None,
+    kind: str = "ddp",
 ) -> tuple[Faulty, Any]:
-    """Train. ``bad``: step, micro-batch and rank whose input has NaN."""
+    """Train with DDP, or with shards, on one dimension or on two. ``bad``: step, micro-batch and rank whose input has NaN."""
     torch.manual_seed(3)
     module = Faulty()
-    model = DistributedDataParallel(module, broadcast_buffers=False)
+    model = _wrapped(module, kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     watching = torch_unickpt.witness(model, optimizer, options)
     torch.manual_seed(dist.get_rank())
     for step in range(1, steps + 1):
         for micro_batch in range(2):
             module.fault = fault(step, micro_batch)
-            with model.no_sync() if micro_batch == 0 else nullcontext():
+            ddp = isinstance(model, DistributedDataParallel)
+            if not ddp:
+                model.set_requires_gradient_sync(micro_batch == 1)
+            with model.no_sync() if ddp and micro_batch == 0 else nullcontext():
                 x = torch.randn(3 + dist.get_rank(), 8) * (float("nan") if bad == (step, micro_batch, dist.get_rank()) else 1)
                 loss = model(x, scale=0.5).square().mean()
-                (loss + penalty * module.first.weight.square().sum()).backward()
+                (loss + penalty * module.first.weight.square().sum() if penalty else loss).backward()
         optimizer.step()
         optimizer.zero_grad()
     return module, watching
@@ -230,15 +249,17 @@ def _with_buddies(
 
 @scenario(2, 4)
 def what_a_buddy_repeats_is_equal_and_leaves_no_trace(folder: Path) -> None:
-    ends = []
-    for options in (None, {"every": 1, "checks": ["rest", "replicas", "nonfinite", "buddy"]}):
-        module, watching = _with_buddies(_sound, 5, options)
-        assert watching.verdicts == []
-        ends.append(module.state_dict())
-        if options is not None:
-            assert watching.passed == Passed(4, ("buddy", "replicas", "rest"))
-        watching.close()
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    kinds = {"ddp": ("replicas",), "fsdp": ()} if dist.get_world_size() == 2 else {"ddp": ("replicas",), "hsdp": ("replicas",)}
+    for kind, more in kinds.items():
+        ends = []
+        for options in (None, {"every": 1, "checks": ["rest", "nonfinite", "buddy", *more]}):
+            module, watching = _with_buddies(_sound, 5, options, kind=kind)
+            assert watching.verdicts == []
+            ends.append({name: local(tensor) for name, tensor in module.state_dict().items()})
+            if options is not None:
+                assert watching.passed == Passed(4, ("buddy", *more, "rest")), watching.passed
+            watching.close()
+        assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
 @scenario(4)
@@ -255,12 +276,13 @@ def a_wrong_activation_is_named_by_two_others(folder: Path) -> None:
 
         return passed
 
-    _, watching = _with_buddies(once, 6, {"every": 2, "checks": ["buddy"]})
-    (found,) = told(watching)
-    assert (found[0], found[2], found[3]) == (Kind.SDC_COMPUTE, 4, (2,))
-    assert found[1] == "the output, the gradient of second.weight"  # what lies before the fault has the same gradient
-    assert watching.passed == Passed(2, ("buddy",))  # and nothing after a fault
-    watching.close()
+    for each in ("ddp", "fsdp"):
+        _, watching = _with_buddies(once, 6, {"every": 2, "checks": ["buddy"]}, kind=each)
+        (found,) = told(watching)
+        assert (found[0], found[2], found[3]) == (Kind.SDC_COMPUTE, 4, (2,))
+        assert found[1] == "the output, the gradient of second.weight"  # what lies before the fault has the same gradient
+        assert watching.passed == Passed(2, ("buddy",))  # and nothing after a fault
+        watching.close()
 
     def always(step: int, micro_batch: int) -> Any:
         return _flipped if rank == 1 and step > 2 else lambda x: x
@@ -303,9 +325,10 @@ def _causes(watching: torch_unickpt.Witness) -> list[tuple[int, int, str, str, s
 @scenario(2, 4)
 def the_cause_of_nan_is_found_by_repetitions(folder: Path) -> None:
     rank, batches = dist.get_rank(), {"every": 50, "checks": ["nonfinite"], "batches": str(folder)}
-    _, watching = _with_buddies(_sound, 2, batches, bad=(2, 1, 1))
-    (found,) = _causes(watching)
-    assert found[:4] == (2, 1, "first", "DATA_OR_MODEL")
+    for each in ("fsdp", "ddp"):
+        _, watching = _with_buddies(_sound, 2, batches, bad=(2, 1, 1), kind=each)
+        (found,) = _causes(watching)
+        assert found[:4] == (2, 1, "first", "DATA_OR_MODEL")
     content = torch.load(found[4], weights_only=True)
     assert (content["step"], content["micro_batch"], content["rank"], content["kwargs"]) == (2, 1, 1, {"scale": 0.5})
     assert content["args"][0].isnan().all()
@@ -314,9 +337,10 @@ def the_cause_of_nan_is_found_by_repetitions(folder: Path) -> None:
     def transient(step: int, micro_batch: int) -> Any:
         return _once([0], 1, lambda x: x * float("inf")) if (rank, step, micro_batch) == (1, 2, 0) else lambda x: x
 
-    _, watching = _with_buddies(transient, 2, batches)
-    assert _causes(watching) == [(2, 1, "drop", "HARDWARE", "")]
-    watching.close()
+    for each in ("fsdp", "ddp"):
+        _, watching = _with_buddies(transient, 2, batches, kind=each)
+        assert _causes(watching) == [(2, 1, "drop", "HARDWARE", "")]
+        watching.close()
 
     def sick(step: int, micro_batch: int) -> Any:
         return (lambda x: x * float("inf")) if rank == 1 and step == 2 else lambda x: x

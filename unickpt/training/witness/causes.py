@@ -68,6 +68,8 @@ class Causes:
         if not bool(can[:, 0].all()):
             return Cause.UNDECIDED
         backward = bool(can[:, 1].all())
+        if self.recalled.tap.gathering and not backward:  # layers expect the backward pass after their forward pass
+            return Cause.UNDECIDED
         found: list[Repeat] = []
         first, second = buddies(self._layout, step), seconds(self._layout, step)
         for by in (first, second, {} if second else {row: row for row in range(len(self._ranks.ranks))}):
