@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -289,7 +290,9 @@ def test_a_measurement_that_is_not_good_enough_is_repeated_and_the_best_counts(m
         done: list[Measured] = []
         given[:] = outputs
         state = back(job(start_check="off"))
-        SelfCheck(KEY, lambda: ["127.0.0.1:1"], lambda: state, done.append)._run("h2", "1", attempt)
+        check = SelfCheck(KEY, lambda: ["127.0.0.1:1"], lambda: state, done.append)
+        check._latest = attempt
+        check._run("h2", "1", attempt)
         return done[0].score
 
     monkeypatch.setattr(self_check, "run_isolated", runs)
@@ -307,7 +310,9 @@ def test_a_first_measurement_is_repeated_before_it_counts(monkeypatch: pytest.Mo
     def checked(*outputs: str) -> list[Measured]:
         done: list[Measured] = []
         given[:] = outputs
-        SelfCheck(KEY, lambda: ["127.0.0.1:1"], job, done.append)._run("h2", "1", 0)
+        check = SelfCheck(KEY, lambda: ["127.0.0.1:1"], job, done.append)
+        check._latest = 0
+        check._run("h2", "1", 0)
         return done
 
     monkeypatch.setattr(self_check, "run_isolated", lambda *_, **__: subprocess.Popen(["echo", given.pop(0)], stdout=-1))
@@ -319,6 +324,39 @@ def test_a_first_measurement_is_repeated_before_it_counts(monkeypatch: pytest.Mo
     assert (first.confirmed, second.confirmed, second.check, second.score[:3]) == (False, True, 0, (40.0, 0.0, 20.0))
     *_, last = checked(slow, '[1, 0, 1, "memory: a pattern has changed", 0]')
     assert last.score.wrong == "memory: a pattern has changed"
+
+
+def test_a_measurement_that_ends_late_does_not_take_the_place_of_the_one_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A host that starts finds a leader that does not last: its first measurement ends beside that for the real job."""
+    ends, done, kept = {number: threading.Event() for number in (0, 1, 2)}, threading.Event(), []
+
+    def measured(_check: SelfCheck, _name: str, attempt: int) -> Score:
+        ends[attempt].wait(10)
+        return USUAL
+
+    def tell(event: Measured) -> None:
+        kept[:] = [event]  # as the agent does: one event of each kind
+        done.set()
+
+    monkeypatch.setattr(SelfCheck, "_repeated", measured)
+    check = SelfCheck(KEY, lambda: [], lambda: None, tell)
+    alone = started(3, 1, 3)
+    alone = replace(alone, limits=replace(alone.limits, self_check=True))
+    check.follow(alone, "h2", "1")
+    check.follow(replace(alone, suspects={"h2": 2}), "h2", "1")
+    check.follow(alone, "h2", "1")  # nothing new
+    ends[2].set()
+    assert done.wait(10)
+    ends[0].set()
+    until(lambda: not any(each.name == "unickpt-self-check" for each in threading.enumerate()))
+    assert [event.check for event in kept] == [2]
+    done.clear()
+    check.follow(replace(alone, suspects={"h2": 1}), "h2", "1")  # a new job of another leader counts anew
+    ends[1].set()
+    assert done.wait(10)
+    assert [event.check for event in kept] == [1]
 
 
 def test_gpus_are_compared_with_those_of_the_host_and_only_when_no_workers_run(monkeypatch: pytest.MonkeyPatch) -> None:

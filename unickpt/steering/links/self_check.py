@@ -26,7 +26,7 @@ _LONGEST = 4096
 
 
 class SelfCheck:
-    """Measurements of this host, one at a time, in a thread. No method raises.
+    """Measurements of this host, in threads. Only that which was asked for last has a result. No method raises.
 
     Args:
         key: key of the job.
@@ -43,16 +43,18 @@ class SelfCheck:
         done: Callable[[Measured], None],
     ) -> None:
         self._key, self._addresses, self._read, self._done = key, addresses, read, done
-        self._begun: set[int] = set()
+        self._latest = -1  # number of the measurement that was asked for last; 0: the first one of this process
+        self._lock = threading.Lock()
 
     def follow(self, state: Membership, name: str, incarnation: str) -> None:
         """Begin a measurement if the leader asks for one, or the first one of this process."""
         if not state.limits.self_check or state.limits.max_nodes == 1:
             return
         attempt = state.suspects.get(name, 0)
-        if attempt in self._begun or (not attempt and self._begun):
-            return
-        self._begun.add(attempt)
+        with self._lock:
+            if attempt == self._latest or (not attempt and self._latest > 0):
+                return
+            self._latest = attempt  # another leader, whose job is a new one, may count from 1 again
         threading.Thread(target=self._run, args=(name, incarnation, attempt), name="unickpt-self-check", daemon=True).start()
 
     def _run(self, name: str, incarnation: str, attempt: int) -> None:
@@ -65,10 +67,18 @@ class SelfCheck:
             score = Score()
         if score.wrong:
             logger.warning("unickpt: steering: self-check of %s: %s", printable(name), printable(score.wrong))
-        self._done(Measured(name, incarnation, attempt, score))
-        if not attempt and not score.wrong:
+        counts = self._tell(Measured(name, incarnation, attempt, score))
+        if counts and not attempt and not score.wrong:
             with contextlib.suppress(Exception):  # as above, and said there
                 self._confirm(name, incarnation, score)
+
+    def _tell(self, found: Measured) -> bool:
+        """Pass a result on, unless another one has been asked for since: it would take the place of that one's."""
+        with self._lock:
+            counts = found.check == self._latest
+            if counts:
+                self._done(found)
+            return counts
 
     def _confirm(self, name: str, incarnation: str, score: Score) -> None:
         """At the start of a job: measure again if this host is not good enough beside the others. Once proves nothing."""
@@ -88,7 +98,7 @@ class SelfCheck:
             if score.wrong:
                 break
         if self._fails(name, score):
-            self._done(Measured(name, incarnation, 0, score, confirmed=True))
+            self._tell(Measured(name, incarnation, 0, score, confirmed=True))
 
     def _all_measured(self) -> bool:
         state = self._read()
