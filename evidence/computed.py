@@ -34,13 +34,16 @@ class Fault:
 
     Args:
         module: with linear layers, not yet wrapped: hooks of the witness come later.
+        layers: in which something may be computed wrongly; None: the linear ones, the last of which makes the output.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, layers: Sequence[Any] | None = None) -> None:
         self.active: tuple[str, int, int, float] | None = None
         self.values: list[torch.Tensor] = []
         self._first = False  # of the calls of a step
-        self.linear = [each for each in module.modules() if isinstance(each, torch.nn.Linear)]
+        self.linear: Sequence[Any] = [each for each in module.modules() if isinstance(each, torch.nn.Linear)]
+        self.of_output = len(self.linear) - 1 if layers is None else -1
+        self.linear = layers or self.linear
         self._watched: list[torch.Tensor] = []
         for at, layer in enumerate(self.linear):
             layer.register_forward_hook(partial(self._layer, at))
@@ -78,12 +81,12 @@ class Fault:
             chosen = gradients[self.active[1] % len(gradients)]
             chosen.copy_(_flipped(chosen, self.active[2], self.active[3]))
 
-    def _layer(self, at: int, _module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+    def _layer(self, at: int, _module: Any, _args: Any, found: Any) -> None:
+        output = found[0] if isinstance(found, tuple) else found
         if self._first and output.requires_grad:
             output.register_hook(lambda gradient: self._flip("backward", at, gradient))
         with torch.no_grad():
             output.data = self._flip("forward", at, output)
-        return output
 
     def _gradient(self, at: int, gradient: torch.Tensor) -> torch.Tensor:
         return self._flip("gradient", at, gradient)
@@ -110,6 +113,10 @@ class Trained(Protocol):
     @property
     def watching(self) -> Watching: ...
     def step(self) -> None: ...
+    def unit(self) -> Sequence[int]:
+        """Return the ranks that compute parts of the same layers as this one."""
+        return (dist.get_rank(),)
+
     def tensors(self) -> Mapping[tuple[str, str], torch.Tensor]:
         """Return weights, masters and moments of this rank."""
 
@@ -120,6 +127,8 @@ def compute(job: Trained, count: int, seed: int, places: Sequence[str] = (*REPEA
     job.step()
     job.step()
     sound = {key: tensor.clone() for key, tensor in job.tensors().items()}
+    units: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(units, tuple(job.unit()))
     for _ in range(count):
         place, at, bit = chance.choice(places), chance.randrange(len(fault.linear)), chance.randrange(BITS[job.dtype])
         rank, where = chance.randrange(dist.get_world_size()), chance.random()
@@ -137,9 +146,10 @@ def compute(job: Trained, count: int, seed: int, places: Sequence[str] = (*REPEA
         differs = apart or any(not torch.equal(_bits(a), _bits(b)) for a, b in zip(values, fault.values, strict=True))
         changed = torch.tensor([differs]).int()
         dist.all_reduce(changed)
-        place = OF_OUTPUT if place == "backward" and at == len(fault.linear) - 1 else place
+        place = OF_OUTPUT if place == "backward" and at == fault.of_output else place
         kind = Kind.SDC_REPLICA if place == REDUCED else Kind.SDC_COMPUTE
-        right = [each for each in verdicts if isinstance(each, Verdict) and (each.kind, each.ranks) == (kind, (rank,))]
+        wrong = units[rank] if kind is Kind.SDC_COMPUTE else (rank,)
+        right = [each for each in verdicts if isinstance(each, Verdict) and (each.kind, each.ranks) == (kind, wrong)]
         found[place] += 1
         found[f"{place} changed"] += int(changed.item() > 0)
         found[f"{place} named"] += bool(verdicts) and len(right) == len(verdicts)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,13 @@ from megatron_unickpt.testing.jobs import Job as MegatronJob  # before anything 
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 import megatron_unickpt
-from evidence import twice
+from evidence import computed, twice
 from evidence.flips import Places, arguments, equal, flips, row
 from megatron_unickpt.edge import RUNTIME
 from megatron_unickpt.testing.layouts import Layout
@@ -40,7 +43,14 @@ LAYOUTS = {
     ),
     3: (Layout(dp=3), Layout(dp=3, optimizer="plain"), Layout(dp=3, optimizer="fp32"), Layout(dp=3, optimizer="fp32dist")),
     4: (Layout(dp=4), Layout(tp=2, dp=2), Layout(dp=4, moe=True, ep=2)),
+    6: (
+        Layout(tp=2, dp=3), Layout(pp=2, dp=3, optimizer="fp32"), Layout(cp=2, dp=3), Layout(dp=6, moe=True, ep=2),
+        Layout(pp=2, vpp=2, dp=3),
+    ),
 }  # fmt: skip
+
+
+AGAIN = (False, True)  # whether the backward pass computes layers again
 
 
 class Job:
@@ -116,6 +126,43 @@ class TwiceJob:
         self._sound = True
 
 
+class ComputeJob:
+    """A model whose layers may compute something wrongly, in each micro-batch. There are as many as stages of a pipeline."""
+
+    def __init__(self, layout: Layout, *, again: bool) -> None:
+        self.job = MegatronJob(layout, seed=1, batch=layout.dp * layout.pp, lr=1e-3, recompute=again)
+        self.dtype = torch.bfloat16 if layout.low else torch.float32
+        inner = self.job.modules[0]
+        layers = [each for each in inner.modules() if isinstance(each, (ColumnParallelLinear, RowParallelLinear))]
+        self.fault = computed.Fault(inner, [each for each in layers if each.weight is not None])
+        megatron_unickpt.witness(self.job.chunks, self.job.optimizer, {"every": 1, "checks": ["buddy"]})
+        step = self.job.optimizer.step
+        self.job.optimizer.step = lambda: (self.fault.ends(), step())[1]
+
+    @property
+    def watching(self) -> Watching:
+        own = RUNTIME.witnesses[self.job.optimizer]
+        assert isinstance(own, OptimizerWitness)
+        return own.watching
+
+    def step(self) -> None:
+        self.job.step = 1  # always the same batch
+        self.job.train(1)
+
+    def unit(self) -> list[int]:
+        """Return the ranks that compute parts of the same layers as this one."""
+        groups = [
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_context_parallel_group(),
+            parallel_state.get_expert_model_parallel_group(),
+        ]
+        return sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)})
+
+    def tensors(self) -> Places:
+        """Return weights, masters and moments."""
+        return _places(self.job)
+
+
 def _places(job: MegatronJob) -> Places:
     """Return weights, masters and moments of this rank."""
     found: dict[tuple[str, str], torch.Tensor] = {}
@@ -168,10 +215,10 @@ def sound(layout: Layout, count: int) -> str:
 
 
 def main() -> None:
-    given = arguments("flips and sound steps of Megatron", "twice")
+    given = arguments("flips and sound steps of Megatron", "twice", "compute")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
-    logging.getLogger("unickpt").setLevel(logging.CRITICAL)
+    logging.getLogger("unickpt").setLevel(logging.WARNING)
     for layout in LAYOUTS[dist.get_world_size()]:
         if given.only in layout.name and not (given.what == "twice" and layout.pp > 1):
             row(layout.name, _found(layout, given))
@@ -181,6 +228,9 @@ def main() -> None:
 def _found(layout: Layout, given: argparse.Namespace) -> Any:
     if given.what == "sound":
         return sound(layout, given.count)
+    if given.what == "compute":
+        jobs = (ComputeJob(layout, again=each) for each in AGAIN)
+        return sum((computed.compute(job, given.count, given.seed, computed.REPEATED) for job in jobs), Counter())
     if given.what == "twice":
         return twice.twice(TwiceJob(layout), given.count, given.seed)
     return flips(Job(layout, ["rest", "replicas"]), given.count, given.seed)

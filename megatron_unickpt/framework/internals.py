@@ -6,9 +6,11 @@ the development branch: ``parallel_state.py`` and the training scripts.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -155,6 +157,91 @@ def groups_within_layers() -> list[Any]:
     found = process_groups()
     groups = [group for label in labels for group in found.get(label, [])]
     return [group for at, group in enumerate(groups) if group not in groups[:at]]
+
+
+def replica_ranks() -> list[int]:
+    """Return the global ranks with the same part of the model as this one, with the same experts, in Megatron's order."""
+    try:
+        group = parallel_state.get_expert_data_parallel_group()
+    except (AssertionError, AttributeError, TypeError):
+        group = parallel_state.get_data_parallel_group()
+    experts = list(torch.distributed.get_process_group_ranks(group))
+    others = torch.distributed.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    return [rank for rank in experts if rank in others]  # ranks of context parallelism belong to one replica
+
+
+def is_in_ddp(chunk: Any) -> bool:
+    """Return whether a chunk is wrapped in Megatron's own DDP, and not in a variant of FSDP."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    return isinstance(chunk, DistributedDataParallel)
+
+
+@contextlib.contextmanager
+def no_gradients_added(parameters: Iterable[Any]) -> Iterator[None]:
+    """Let Megatron's DDP add no gradient to its buffers (core/distributed/distributed_data_parallel.py).
+
+    It then takes gradients as added by the layers themselves, and forgets them.
+    """
+    own = [each for each in parameters if each.requires_grad]
+    flags = [(getattr(each, "grad_added_to_main_grad", None), getattr(each, "zero_out_wgrad", None)) for each in own]
+    for each in own:
+        each.grad_added_to_main_grad, each.zero_out_wgrad = True, False
+    try:
+        yield
+    finally:
+        for each, values in zip(own, flags, strict=True):
+            for name, value in zip(("grad_added_to_main_grad", "zero_out_wgrad"), values, strict=True):
+                if value is None:
+                    delattr(each, name)
+                else:
+                    setattr(each, name, value)
+
+
+@contextlib.contextmanager
+def logged_losses_kept() -> Iterator[None]:
+    """Keep what Megatron sums up for its log: auxiliary losses of experts, and those of further predicted tokens."""
+    trackers = list(_loss_trackers())
+    before = [_copied(each) for each in trackers]
+    try:
+        yield
+    finally:
+        for tracker, content in zip(trackers, before, strict=True):
+            tracker.clear()
+            tracker.update(content)
+
+
+def _loss_trackers() -> Iterator[dict[str, Any]]:
+    for module in ("megatron.core.transformer.moe.moe_utils", "megatron.core.parallel_state"):
+        getter = getattr(sys.modules.get(module), "get_moe_layer_wise_logging_tracker", None)
+        if getter is not None:
+            yield getter()
+            break
+    predictions = sys.modules.get("megatron.core.transformer.multi_token_prediction")
+    tracker = getattr(getattr(predictions, "MTPLossLoggingHelper", None), "tracker", None)
+    if isinstance(tracker, dict):
+        yield tracker
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def tracked_generators() -> dict[str, Any]:
+    """Return the states of the random generators that Megatron forks (core/tensor_parallel/random.py)."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    states: dict[str, Any] = get_cuda_rng_tracker().get_states()
+    return _copied(states)  # type: ignore[no-any-return]
+
+
+def restore_tracked_generators(states: dict[str, Any]) -> None:
+    """Set these states."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    get_cuda_rng_tracker().set_states(states)
 
 
 def default_store() -> Any:

@@ -16,17 +16,24 @@ from megatron_unickpt.framework.versions import FRAMEWORK, version
 from megatron_unickpt.runtime import Runtime
 from megatron_unickpt.witnessing.held import held_by, named_parameters, unwrapped
 from megatron_unickpt.witnessing.step_hooks import HOOKS
+from megatron_unickpt.witnessing.taps import ChunkTaps, tap_of, unsuited
 from unickpt.api.acting import Recorded
 from unickpt.api.witness import Witness
 from unickpt.base import hooks
 from unickpt.base.errors import ConfigError
 from unickpt.base.logs import logger, make_visible
+from unickpt.base.round_folder import folder_of_round
 from unickpt.base.step_replay import asked
 from unickpt.checkpoint.witness_faults import FaultFolders
 from unickpt.training.witness.agreeing import Ranks, circles, ranks_of
+from unickpt.training.witness.buddies import Buddies
+from unickpt.training.witness.causes import Causes
 from unickpt.training.witness.counting import Counters, all_finite
 from unickpt.training.witness.held import Stepped
+from unickpt.training.witness.recalling import Recalled
 from unickpt.training.witness.recomputing import Recomputed, Selves
+from unickpt.training.witness.repeating import Tap
+from unickpt.training.witness.replicas import Replicas, replicas_of
 from unickpt.training.witness.settings import BUDDY, NONFINITE, OUTLIER, SELF, UPDATE, Settings, settings_of
 from unickpt.training.witness.watching import Watched, Watching, seeing
 
@@ -136,26 +143,55 @@ def _made(chunks: Sequence[torch.nn.Module], optimizer: Any, settings: Settings,
     stepped = job.together(held)
     different = [of_data] if copies[True] == copies[False] else [of_data, of_experts]
     compared = job.together(lambda: circles([ranks for ranks in different if len(ranks.ranks) > 1], stepped))
+    replicas = replicas_of(job, *job.together(lambda: (internals.replica_ranks(), _within(job))))
     watched = Watched(held, compared, partial(_finite, chunks), step)
     checks = seeing(settings.checks, [watched], job)
+    why = next(filter(None, job.gather_objects(unsuited(chunks))), "")
+    if replicas is None:
+        why = why or "it needs two replicas of the model, also of the experts"
+    return job.together(lambda: _beginning(chunks, optimizer, settings, checks, job, watched, replicas, why))
 
-    def made() -> OptimizerWitness:
-        for check in sorted({BUDDY, UPDATE} & checks):
+
+def _beginning(
+    chunks: Sequence[torch.nn.Module],
+    optimizer: Any,
+    settings: Settings,
+    checks: set[str],
+    job: Ranks,
+    watched: Watched,
+    replicas: Replicas | None,
+    why: str,
+) -> OptimizerWitness:
+    counters = _counters(chunks) if {NONFINITE, OUTLIER} & checks else []
+    taps = _taps(chunks) if not why and {BUDDY, NONFINITE, OUTLIER} & checks else []
+    buddies = Buddies(ChunkTaps(taps), job, replicas=replicas) if BUDDY in checks and taps else None
+    for check, reason in ((BUDDY, why), (UPDATE, "it is not built for Megatron's optimizers")):
+        if check in checks and reason:
             checks.discard(check)
             if job.leads:
-                logger.warning("unickpt: witness: there is no check %s for Megatron", check)
-        counters = _counters(chunks) if {NONFINITE, OUTLIER} & checks else []
-        late = weights_follow_late(optimizer)
-        selves = _selves(chunks, job) if SELF in checks else None
-        watching = Watching(settings.every, checks, [watched], job, counters, selves=selves, late=late)
-        return OptimizerWitness(watching, watched, chunks)
+                logger.warning("unickpt: witness: there is no check %s: %s", check, reason)
+    causes = None
+    if len(counters) == len(taps) == 1:
+        causes = Causes(Recalled(taps[0]), counters[0], job, partial(_folders, settings.batches), replicas)
+    selves = Selves(Recomputed([unwrapped(each) for each in chunks]), job, set(_within(job))) if SELF in checks else None
+    late = weights_follow_late(optimizer)
+    watching = Watching(settings.every, checks, [watched], job, counters, buddies, causes, selves, late=late)
+    return OptimizerWitness(watching, watched, chunks)
 
-    return job.together(made)
+
+def _within(job: Ranks) -> list[int]:
+    """Return the global ranks that compute parts of the same layers as this one."""
+    return sorted({job.rank, *ranks_of(internals.groups_within_layers())})
 
 
-def _selves(chunks: Sequence[torch.nn.Module], job: Ranks) -> Selves:
-    together = ranks_of(internals.groups_within_layers())
-    return Selves(Recomputed([unwrapped(each) for each in chunks]), job, together)
+def _taps(chunks: Sequence[torch.nn.Module]) -> list[Tap]:
+    return [tap_of(chunk, unwrapped(chunk), dict(unwrapped(chunk).named_parameters())) for chunk in chunks]
+
+
+def _folders(named: str) -> list[str]:
+    """Return where micro-batches with values that are not finite are written, the best first."""
+    of_round = folder_of_round()
+    return [each for each in (named, "" if of_round is None else str(of_round)) if each]
 
 
 def _counters(chunks: Sequence[torch.nn.Module]) -> list[Counters]:

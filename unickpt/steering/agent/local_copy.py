@@ -173,6 +173,8 @@ class LocalCopy:
     def follow(self, address: str) -> None:
         """Report to the leader at this address."""
         with self.changed:
+            if self.leads:
+                self._logged = -1  # another job than that which this agent has led for a moment: its orders are old
             self.leads, self.leader_address = False, address
 
     def lead(self, state: Membership, joined: Joined) -> None:

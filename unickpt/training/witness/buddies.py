@@ -5,7 +5,7 @@ It is a micro-batch, whose output and gradients are compared before any reductio
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -16,7 +16,8 @@ from unickpt.base.logs import logger
 from unickpt.training.witness.agreeing import Ranks
 from unickpt.training.witness.hashes import combined
 from unickpt.training.witness.repeating import Case
-from unickpt.training.witness.schedule import Layout, buddies, components, seconds
+from unickpt.training.witness.replicas import Replicas, each_alone
+from unickpt.training.witness.schedule import buddies, seconds
 from unickpt.training.witness.settings import BUDDY, UPDATE
 from unickpt.training.witness.vote import Ballot, Kind, Subject, Verdict, vote
 
@@ -49,23 +50,15 @@ class Buddies(Generic[R]):
         tap: of this rank.
         ranks: those that can repeat each other's work.
         kind: the suspicion: SDC_COMPUTE, or SDC_UPDATE.
-        layout: their replicas, by their numbers in ``ranks``; None: each is one.
-        together: of each, the numbers of those that compute parts of the same layers; None: each computes alone.
+        replicas: of the job (``replicas_of``); None: each rank is one.
     """
 
-    def __init__(
-        self,
-        tap: R,
-        ranks: Ranks,
-        kind: Kind = Kind.SDC_COMPUTE,
-        layout: Layout | None = None,
-        together: Sequence[Collection[int]] | None = None,
-    ) -> None:
+    def __init__(self, tap: R, ranks: Ranks, kind: Kind = Kind.SDC_COMPUTE, replicas: Replicas | None = None) -> None:
         self.tap, self.off, self._kind = tap, "", kind
         self._ranks = ranks
         self._own = ranks.ranks.index(ranks.rank)
-        self._layout = layout or Layout(tuple((row,) for row in range(len(ranks.ranks))), ranks.hosts)
-        self._units = [tuple(sorted(each)) for each in components(together or [{row} for row in range(len(ranks.ranks))])]
+        replicas = replicas or each_alone(ranks)
+        self._layout, self._units = replicas.layout, replicas.units
         self._gated = False
 
     def check(self, step: int, turn: int) -> list[Verdict] | None:
@@ -144,7 +137,7 @@ class Buddies(Generic[R]):
 
     def _names(self, differing: torch.Tensor, case: Case) -> list[str]:
         """Return the names of each rank for its own values that differ: ranks may have other layers. '': none does."""
-        own = differing[self._own]
+        own = differing[self._own, : len(self.tap.names)]  # of the ranks with the most layers there are more
         name = "" if not bool(own.any()) else case.what or some(_named(self.tap.names, own.tolist()), most=3)
         return self._ranks.gather_objects(name)
 
@@ -176,30 +169,6 @@ class Buddies(Generic[R]):
 
 def _padded(values: Sequence[int], width: int) -> list[int]:
     return [*values, *[0] * (width - len(values))]
-
-
-def replicas_of(ranks: Ranks, copies: Collection[int], within: Collection[int]) -> tuple[Layout, list[set[int]]] | None:
-    """Return the replicas of a job, and which ranks compute parts of the same layers. Every rank calls it.
-
-    Ranks are numbers in ``ranks``.
-
-    Args:
-        ranks: all of the job.
-        copies: global ranks with the same part of the model as this one, in the order of the replicas, this one among them.
-        within: global ranks that compute parts of the same layers as this one.
-
-    Returns:
-        None if there is one replica, or if ranks of several replicas compute parts of the same layers.
-    """
-    told = ranks.gather_objects(([ranks.ranks.index(each) for each in copies], {ranks.ranks.index(each) for each in within}))
-    places = sorted({tuple(same) for same, _ in told})
-    if len({len(each) for each in places}) != 1 or len(places[0]) < 2:
-        return None
-    replicas = tuple(zip(*places, strict=True))
-    together = components([{row, *those} for row, (_, those) in enumerate(told)])
-    if any(not any(set(unit) <= set(replica) for replica in replicas) for unit in together):
-        return None
-    return Layout(replicas, ranks.hosts), together
 
 
 _FROM = {

@@ -13,8 +13,9 @@ from unickpt.base.private_files import replacing
 from unickpt.training.witness.agreeing import Ranks
 from unickpt.training.witness.counting import Counters, all_finite
 from unickpt.training.witness.nonfinite import Cause, NonFinite, Place, Repeat, cause
-from unickpt.training.witness.recalling import Recalled
-from unickpt.training.witness.schedule import Layout, buddies, seconds
+from unickpt.training.witness.recalling import Kept, Recalled
+from unickpt.training.witness.replicas import Replicas, each_alone
+from unickpt.training.witness.schedule import buddies, seconds
 
 # what a rank asks: nothing, why its values are not finite, and with such weights, and why they are far too large
 _NONE, _FOUND, _WEIGHTS, _LARGE = range(4)
@@ -31,12 +32,21 @@ class Causes:
         counters: of this rank.
         ranks: replicas of one another.
         folders: where the micro-batches may be written, the best first.
+        replicas: of the job, and which ranks compute parts of the same layers (``replicas_of``); None: each rank is a replica.
     """
 
-    def __init__(self, recalled: Recalled, counters: Counters, ranks: Ranks, folders: Callable[[], list[str]]) -> None:
+    def __init__(
+        self,
+        recalled: Recalled,
+        counters: Counters,
+        ranks: Ranks,
+        folders: Callable[[], list[str]],
+        replicas: Replicas | None = None,
+    ) -> None:
         self.recalled, self._counters, self._ranks, self._folders = recalled, counters, ranks, folders
         self._own = ranks.ranks.index(ranks.rank)
-        self._layout = Layout(tuple((row,) for row in range(len(ranks.ranks))), ranks.hosts)
+        self._replicas = replicas or each_alone(ranks)
+        self._beside = next(unit for unit in self._replicas.units if self._own in unit)
         self._asked = False
         self._not_before = 0
         self._files = 0
@@ -58,11 +68,14 @@ class Causes:
             large: values are finite, and far larger than before.
         """
         asks = _NONE if place is None else _LARGE if large else _WEIGHTS if weights else _FOUND
-        every = self._ranks.gather(torch.tensor([asks]))[:, 0]
+        own = (0, 0) if place is None else (place.micro_batch, self._counters.order(place))
+        told = self._ranks.gather(torch.tensor([asks, *own]))
+        every = told[:, 0]
         self._asked = bool(every.any())
         if not self._asked or bool((every == _WEIGHTS).all()) or step < self._not_before:
             return Cause.UNDECIDED
-        number = 0 if place is None else place.micro_batch
+        first_of_all = self._first(told)
+        number = first_of_all[0]  # ranks that compute together repeat the same one
         data, kept = self.recalled.data(number), self.recalled.kept(number)
         can = self._ranks.gather(torch.tensor([len(data), kept is not None and bool(kept.of_output) and not kept.large]))
         if not bool(can[:, 0].all()):
@@ -71,13 +84,27 @@ class Causes:
         if self.recalled.tap.gathering and not backward:  # layers expect the backward pass after their forward pass
             return Cause.UNDECIDED
         found: list[Repeat] = []
-        first, second = buddies(self._layout, step), seconds(self._layout, step)
+        first, second = buddies(self._replicas.layout, step), seconds(self._replicas.layout, step)
         for by in (first, second, {} if second else {row: row for row in range(len(self._ranks.ranks))}):
             if by:
                 found.append(self._by(by, data, backward, (every == _LARGE).tolist()))
         if place is None or (place.backward and not (backward and place.layer)):  # that of the loss comes from outside
             return Cause.UNDECIDED
+        if self._from_others(place, kept) or own != first_of_all:
+            return Cause.UNDECIDED
         return cause(Repeat(self._ranks.rank, self._ranks.host, self._counters.number(place)), found)
+
+    def _first(self, told: torch.Tensor) -> tuple[int, int]:
+        """Return micro-batch and order of the first place of all ranks that compute parts of the same layers."""
+        places = [(int(told[row, 1]), int(told[row, 2])) for row in self._beside if int(told[row, 0]) != _NONE]
+        return min(places, default=(0, 0))
+
+    @staticmethod
+    def _from_others(place: Place, kept: Kept | None) -> bool:
+        """Return whether such values came from another stage of a pipeline."""
+        if kept is None or kept.begun is None or not any(each is not None for each in kept.begun.received):
+            return False
+        return not all_finite(kept.of_output.values() if place.backward else kept.begun.received)
 
     def ended(self, step: int, *, applied: bool, every: int) -> None:
         """A step has ended. If a loss scaler has left it out, nothing is asked for the next ``every`` steps. Never raises."""

@@ -227,6 +227,11 @@ class Counters:
         """Return a number of a layer and a direction, which is the same on all ranks with this model, from 1."""
         return 1 + 2 * self._names.index(place.layer) + place.backward
 
+    def order(self, place: Place) -> int:
+        """Return a number that grows in the order in which a micro-batch computes layers, and then their gradients."""
+        at = list(self._order).index(self._names.index(place.layer))
+        return 2 * len(self._names) - at if place.backward else at
+
     def _counted(self, bad: Collection[Hashable]) -> Counted:
         named = [tuple(self._names[at] for at in self._order if (backward, at) in bad) for backward in (False, True)]
         return Counted(named[0], named[1])

@@ -63,6 +63,7 @@ class _Recording:
         of_output: gradients of the output's tensors, by their number.
         task: number of the backward pass in which they came; -1: there was none.
         other_task: that of another micro-batch, the last one.
+        running: its backward pass has begun, and none of another micro-batch since.
         unsuited: why it cannot be repeated, or ''.
         hooks: on parameters.
         closed: nothing more is recorded.
@@ -74,6 +75,7 @@ class _Recording:
     of_output: dict[int, torch.Tensor] = field(default_factory=dict)
     task: int = -1
     other_task: int = -1
+    running: bool = False
     unsuited: str = ""
     hooks: list[Any] = field(default_factory=list)
     closed: bool = False
@@ -123,6 +125,12 @@ class Surroundings:
     def kept(self) -> Iterator[None]:
         """Leave everything else as it is, whatever a repetition does."""
         yield
+
+    def backward(
+        self, output: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        """Compute the gradients of the leaves, whose hooks see them, from those of the output. Nothing accumulates them."""
+        torch.autograd.grad(output, leaves, gradients, allow_unused=True)
 
 
 class Tap:
@@ -210,7 +218,7 @@ class Tap:
         found = [0] * (len(self.names) - 1)
 
         def note(at: int, gradient: torch.Tensor) -> None:
-            found[at] = _hash(gradient)
+            found[at] = _joined(found[at], gradient)
 
         output = self.play(self.loaded(before), of_output, gradient=note)
         return (_hash(*output), *found)
@@ -252,7 +260,7 @@ class Tap:
                 chosen, weights = [output[at] for at in of_output], list(of_output.values())
                 for tensor, weight in zip(chosen, weights, strict=True):
                     hooks.append(tensor.register_hook(partial(_given, weight)))  # type: ignore[no-untyped-call]
-                torch.autograd.grad(chosen, list(leaves.values()), weights, allow_unused=True)
+                self._surroundings.backward(chosen, list(leaves.values()), weights)
                 return output
         finally:
             self._repeating = False
@@ -387,21 +395,25 @@ class Tap:
         now = _backward_pass()
         if at in recording.of_output or recording.task not in (-1, now) or recording.other_task == now:
             recording.unsuited = _SEVERAL
-        recording.task = now
+        recording.task, recording.running = now, True
         recording.of_output[at] = gradient.detach().clone()
 
     def _of_other(self, recording: _Recording, _gradient: torch.Tensor) -> None:
         """The backward pass of another micro-batch has begun."""
-        recording.other_task = _backward_pass()
+        recording.other_task, recording.running = _backward_pass(), False
         if recording.task == recording.other_task:
             recording.unsuited = _SEVERAL
 
     def _gradient(self, recording: _Recording, at: int, gradient: torch.Tensor) -> None:
-        """A gradient comes to a parameter. In a pipeline it may be of another micro-batch."""
-        if recording.closed or recording.task != _backward_pass():
+        """A gradient comes to a parameter. In a pipeline it may be of another micro-batch.
+
+        It comes in several parts if several blocks use the parameter, each of which has a backward pass of its own
+        (checkpointing).
+        """
+        if recording.closed or not recording.running:
             return
         try:
-            recording.gradients[at] = _hash(gradient)
+            recording.gradients[at] = _joined(recording.gradients.get(at, 0), gradient)
         except Exception as err:  # of any class of tensor: the program that computes it must not notice
             recording.unsuited = f"{self.names[1 + at]} has no hash ({err})"
 
@@ -442,6 +454,12 @@ def loaded(data: bytes, here: torch.device) -> Any:
         return storage.to(device=here) if here.type != "cpu" and location != "cpu" else storage
 
     return torch.load(io.BytesIO(data), map_location=place, weights_only=False)
+
+
+def _joined(before: int, gradient: torch.Tensor) -> int:
+    """Return the hash of a gradient, together with that of what came before; 0: nothing did."""
+    found = _hash(gradient)
+    return combined(torch.tensor([before, found])) if before else found
 
 
 @torch.no_grad()

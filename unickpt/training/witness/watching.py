@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -21,7 +22,6 @@ from unickpt.training.witness.held import WEIGHT, Snapshot, Stepped
 from unickpt.training.witness.nonfinite import Cause, NonFinite
 from unickpt.training.witness.recomputing import Recomputed, Selves
 from unickpt.training.witness.record import passed_by_all
-from unickpt.training.witness.repeating import Tap
 from unickpt.training.witness.schedule import is_checked
 from unickpt.training.witness.settings import BUDDY, NONFINITE, OUTLIER, REPLICAS, REST, SELF, UPDATE
 from unickpt.training.witness.updating import StepTap
@@ -86,7 +86,7 @@ class Watching:
     watched: Sequence[Watched]
     job: Ranks
     counters: Sequence[Counters] = ()
-    buddies: Buddies[Tap] | None = None
+    buddies: Buddies[Any] | None = None
     causes: Causes | None = None
     selves: Selves | None = None
     updates: Buddies[StepTap] | None = None
@@ -245,7 +245,7 @@ class Watching:
         if not is_checked(self.watched[0].step + 1, self.every):
             return
         if self.buddies is not None and not self.buddies.off:
-            self.buddies.tap.arm()
+            self.buddies.tap.arm((self.watched[0].step + 1) // self.every)
         if self.selves is not None and not self.selves.off:
             self.selves.recomputed.arm()
         if self.updates is not None and not self.updates.off:
@@ -260,7 +260,7 @@ class Watching:
                 each.last[SELF] = step
             self._told(watched, SELF, step, verdicts)
 
-    def _ask(self, buddies: Buddies[Tap], watched: Watched) -> None:
+    def _ask(self, buddies: Buddies[Any], watched: Watched) -> None:
         step = watched.step + 1
         with self._pausing():
             verdicts = buddies.check(step, step // self.every)
