@@ -441,4 +441,4 @@ def test_an_agent_that_led_a_job_of_its_own_logs_no_orders_of_the_past(caplog: p
     copy.adopt(replace(job, term=7), "h2:1")
     assert not [record for record in caplog.records if "order" in record.message]
     copy.adopt(replace(run(job, Ordered("new", "order new", (1,))), term=7), "h2:1")
-    assert [record.message for record in caplog.records if "order" in record.message] == ["unickpt: steering: order: order new"]
+    assert [record.message for record in caplog.records if "order" in record.message] == ["steering: order: order new"]
