@@ -70,8 +70,8 @@ def sound_training_has_no_verdict_and_the_same_weights(folder: Path) -> None:
     )  # fmt: skip
     for layout in some(layouts, 4):
         ends = []
-        for options in (None, {"every": 1}):
-            job = Job(layout, seed=1)
+        for options in (None, {"every": 1, "checks": ["rest", "replicas", "nonfinite", "buddy"]}):
+            job = Job(layout, seed=1, recompute=layout.optimizer != "dist")
             witness = megatron_unickpt.witness(job.chunks, job.optimizer, options)
             job.train(3)
             assert _told(witness) == [], layout
@@ -149,3 +149,42 @@ def a_layer_that_tensor_parallel_ranks_compute_together_is_named_and_not_compute
         assert _told(witness)[-1] == (Kind.NO_MAJORITY, f"decoder.layers.1.{wrong}", ranks)
     assert len(_told(witness)) == 2
     witness.close()
+
+
+@scenario(4)
+def what_a_stage_or_tensor_parallel_ranks_compute_wrongly_is_named_and_a_repetition_leaves_no_trace(folder: Path) -> None:
+    """With two replicas nobody knows who is right. A stage repeats its own part, so the next one is not named."""
+    named = {
+        Layout(tp=2, dp=2): (0, 1, 2, 3),
+        Layout(pp=2, dp=2, optimizer="fp32"): (2, 3),
+        Layout(dp=4, moe=True, ep=2): (0, 1, 2, 3),
+    }
+    for layout in some(tuple(named), 2):
+        ends = []
+        for options in (None, {"every": 1, "checks": ["buddy", "nonfinite"]}):
+            job = Job(layout, seed=1, batch=2 * layout.dp)  # two micro-batches, which a pipeline interleaves
+            witness = megatron_unickpt.witness(job.chunks, job.optimizer, options)
+            job.train(3)
+            assert _told(witness) == [], layout
+            assert options is None or witness.passed == Passed(3, ("buddy",)), (layout, witness.passed)
+            ends.append([p.detach().clone() for module in job.modules for p in module.parameters()])
+            if options is not None:
+                _wrong_once(job, rank=3)
+                job.train(1)
+                ((kind, what, ranks),) = _told(witness)
+                assert (kind, ranks) == (Kind.NO_MAJORITY, named[layout]), what
+            witness.close()
+        assert all(map(torch.equal, *ends)), layout
+
+
+def _wrong_once(job: Job, rank: int) -> None:
+    """Let a rank compute one activation wrongly."""
+    calls = [0]
+
+    def fault(_module: Any, _args: Any, output: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 1 and dist.get_rank() == rank:
+            found = output[0] if isinstance(output, tuple) else output
+            found.data.view({4: torch.int32, 2: torch.int16}[found.element_size()]).view(-1)[1] ^= 1 << 12
+
+    job.modules[0].decoder.layers[0].self_attention.linear_proj.register_forward_hook(fault)
