@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from unickpt.training.witness.repeating import Case, Tap
+from unickpt.training.witness.repeating import Case, Surroundings, Tap
 
 
 class Model(torch.nn.Module):
@@ -109,3 +109,121 @@ def test_what_cannot_be_repeated_says_why(model: Model) -> None:
     case, why = tap.take()
     assert case is None
     assert why.startswith("the input of the model cannot be sent to another rank (")
+
+
+class Stage(torch.nn.Module):
+    """Takes its input from an attribute, as a stage of a pipeline does."""
+
+    input_tensor: torch.Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+
+    def forward(self) -> torch.Tensor:
+        assert self.input_tensor is not None
+        found: torch.Tensor = self.layer(self.input_tensor)
+        return found
+
+
+class OneSlot(Surroundings):
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+
+    def slots(self) -> list[tuple[Any, str]]:
+        return [(self._stage, "input_tensor")]
+
+
+def test_of_interleaved_micro_batches_the_first_is_recorded_with_what_another_stage_sent() -> None:
+    """Forward passes of later micro-batches come before the backward pass of the first one."""
+    torch.manual_seed(0)
+    stage = Stage()
+    tap = Tap(stage, dict(stage.named_parameters()), surroundings=OneSlot(stage))
+    assert tap.names == [
+        "the output",
+        "the gradient of layer.weight",
+        "the gradient of layer.bias",
+        "the gradient of the input",
+    ]
+    tap.arm()
+    outputs, inputs = [], []
+    for _ in range(3):
+        inputs.append(torch.randn(2, 4, requires_grad=True))
+        stage.input_tensor = inputs[-1]
+        outputs.append(stage())
+    weights = [torch.randn(2, 3) for _ in outputs]
+    for output, weight in zip(outputs, weights, strict=True):
+        output.backward(weight)
+    case = recorded(tap)
+    assert tap.repeat(case.data) == case.values
+    assert all(case.values)
+    assert stage.input_tensor is inputs[-1]
+    alone = tap_of_stage(stage, inputs[0], weights[0])
+    assert alone == case.values
+
+
+def tap_of_stage(stage: Stage, given: torch.Tensor, weight: torch.Tensor) -> tuple[int, ...]:
+    """Return the values of one micro-batch."""
+    tap = Tap(stage, dict(stage.named_parameters()), surroundings=OneSlot(stage))
+    tap.arm()
+    stage.input_tensor = given.detach().clone().requires_grad_()
+    stage().backward(weight)
+    values = recorded(tap).values
+    tap.close()
+    return values
+
+
+def test_a_backward_pass_of_another_micro_batch_before_or_with_the_first_is_not_taken_for_its_own() -> None:
+    stage = Stage()
+    tap = Tap(stage, dict(stage.named_parameters()), surroundings=OneSlot(stage))
+    weight = torch.ones(2, 3)
+    for together in (False, True):
+        tap.arm()
+        outputs = []
+        for at in range(2):
+            stage.input_tensor = torch.full((2, 4), 1.0 + at, requires_grad=True)
+            outputs.append(stage())
+        if together:
+            torch.autograd.backward(outputs, [weight, weight])
+            assert tap.take() == (None, "several micro-batches share a backward pass, or one has several")
+        else:
+            outputs[1].backward(weight)
+            outputs[0].backward(weight)
+            assert recorded(tap).values == tap_of_stage(stage, torch.ones(2, 4), weight)
+
+
+def test_what_is_frozen_later_or_has_no_hash_does_not_hinder_training(model: Model) -> None:
+    tap = tap_of(model)
+    model.first.weight.requires_grad_(False)
+    tap.arm()
+    forward(model).backward()
+    case = recorded(tap)
+    assert case.values[1] == 0
+    assert tap.repeat(case.data) == case.values
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    other = Tap(embedding, dict(embedding.named_parameters()))
+    other.arm()
+    embedding(torch.tensor([1, 2])).sum().backward()
+    assert embedding.weight.grad is not None
+    found, why = other.take()
+    assert found is None
+    assert why.startswith("the gradient of weight has no hash (")
+
+
+def test_a_repetition_keeps_no_gradient(model: Model) -> None:
+    tap = tap_of(model)
+    tap.arm()
+    forward(model).backward()
+    case = recorded(tap)
+    seen: list[tuple[int, int]] = []
+    before, of_output = tap.loaded(case.data)
+
+    def note(at: int, gradient: torch.Tensor) -> None:
+        seen.append((at, gradient.untyped_storage().nbytes()))
+
+    tap.play(tap.loaded(before), of_output, gradient=note)
+    assert sorted(at for at, _ in seen) == [0, 1, 2, 3, 4, 5]
+    assert all(size > 4 for _, size in seen)
+    model.first.weight.grad = None
+    tap.play(tap.loaded(before), of_output)
+    assert model.first.weight.grad is None
