@@ -218,7 +218,7 @@ def main() -> None:
     given = arguments("flips and sound steps of Megatron", "twice", "compute")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
-    logging.getLogger("unickpt").setLevel(logging.WARNING)
+    logging.getLogger("unickpt").setLevel(logging.CRITICAL)
     for layout in LAYOUTS[dist.get_world_size()]:
         if given.only in layout.name and not (given.what == "twice" and layout.pp > 1):
             row(layout.name, _found(layout, given))
