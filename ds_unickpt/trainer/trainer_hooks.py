@@ -27,6 +27,7 @@ from unickpt.base import hooks
 from unickpt.base.hooks import Hook
 from unickpt.base.logs import logger
 from unickpt.base.options.job import Options
+from unickpt.base.step_replay import asked
 from unickpt.base.switch import asks
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ UNTIL = "Trainer skips incomplete checkpoints"
 
 def _in_trainer(runtime: EngineRuntime, wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
     """Wrap the call in ``Trainer.train``, which every rank makes. The ranks agree on the folder."""
+    if repeated := _repeated(wrapped, args, kwargs):
+        return repeated
     newest = inspect.unwrap(wrapped)(*args, **kwargs)
     options = _options()
     if options is None or not (options.memory.to_disk_every or (newest is not None and options.fall_back)):
@@ -52,6 +55,15 @@ def _in_trainer(runtime: EngineRuntime, wrapped: Callable[..., Any], _: Any, arg
     folder = str(inspect.signature(wrapped).bind(*args, **kwargs).arguments["folder"])
     choose = partial(trainer_folders.choose, folder) if options.fall_back else partial(trainer_folders.ResumeFolder, newest)
     return _newest(runtime, folder, options, choose)
+
+
+def _repeated(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> str:
+    """Return the folder of the step that ``unickpt replay-step`` repeats; '' if it repeats none. Each rank finds it."""
+    if asked() is None:
+        return ""
+    from unickpt.checkpoint.load.replayed import replayed_folder
+
+    return replayed_folder(str(inspect.signature(wrapped).bind(*args, **kwargs).arguments["folder"]))
 
 
 def _newest(runtime: EngineRuntime, output_dir: str, options: Options, choose: Callable[[], ResumeFolder]) -> str | None:
@@ -96,6 +108,8 @@ def _save(wrapped: Callable[..., Any], trainer: Any, args: Any, kwargs: Any) -> 
 
 def _in_script(runtime: EngineRuntime, wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
     """Wrap the call in a user's script, which one rank alone may make. Each rank selects the folder by the same rule."""
+    if repeated := _repeated(wrapped, args, kwargs):
+        return repeated
     newest = inspect.unwrap(wrapped)(*args, **kwargs)
     if newest is None or not _enabled():
         return newest

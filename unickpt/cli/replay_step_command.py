@@ -16,8 +16,8 @@ from pathlib import Path
 from unickpt.base.errors import ConfigError, NotACheckpointError
 from unickpt.base.step_replay import REFUSED, VARIABLE, ReplayRequest, asked, write_request
 from unickpt.base.switch import Switch, switch
-from unickpt.checkpoint.checkpoint_folder import manifests_in
 from unickpt.checkpoint.format.manifest import Manifest
+from unickpt.checkpoint.load.folders import all_manifests
 from unickpt.checkpoint.storage.base import absolute, is_url
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.output import Output
@@ -77,7 +77,7 @@ def _request(args: argparse.Namespace) -> tuple[ReplayRequest, dict[int, Manifes
     if not 0 <= args.step < until or not 2 <= args.times <= _MOST:
         raise ConfigError(f"--until must be greater than --step, which is at least 0, and --times from 2 to {_MOST}")
     manifests: dict[int, Manifest] = {}
-    for _, manifest in manifests_in(args.directory):
+    for _, manifest in all_manifests(args.directory):
         manifests.setdefault(manifest.step, manifest)
     if args.step not in manifests:
         steps = ", ".join(map(str, list(manifests)[:8])) or "none"

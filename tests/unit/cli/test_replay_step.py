@@ -15,7 +15,7 @@ import torch_unickpt
 from tests.support import handmade
 from unickpt.base.errors import ConfigError, MismatchError
 from unickpt.base.step_replay import REFUSED, VARIABLE, ReplayRequest, asked, write_request
-from unickpt.checkpoint.load.replayed import replayed, replays, require_layout
+from unickpt.checkpoint.load.replayed import replayed, replayed_folder, replays, require_layout
 from unickpt.checkpoint.save.requests import SaveOptions
 from unickpt.training.witness.replay import records
 from unickpt.training.witness.replay.records import Phase, Record, Row
@@ -150,3 +150,33 @@ def test_a_folder_that_a_host_does_not_see_is_an_error(monkeypatch: pytest.Monke
     monkeypatch.setenv(VARIABLE, str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="must be visible on all hosts"):
         asked()
+
+
+def test_a_trainer_run_is_repeated_from_the_folder_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any
+) -> None:
+    """Trainer chooses the folder, with its own state in it, before DeepSpeed loads."""
+    out = tmp_path / "out"
+    for step in (4, 6):
+        handmade.save_single(out / f"checkpoint-{step}", f"global_step{step}", step=step)
+    first, last = out / "checkpoint-4", out / "checkpoint-6"
+    request = ReplayRequest(str(out), 4, 6, folder=str(tmp_path / "replay" / "run1"))
+    write_request(request)
+    assert replayed_folder(str(out)) == "", "nothing is asked"
+    monkeypatch.setenv(VARIABLE, request.folder)
+    assert replayed_folder(str(out)) == str(first)
+    assert replayed_folder(str(tmp_path)) == ""
+    assert replays(str(first)) == replays(str(first / "global_step4")) == request
+    assert replays(str(tmp_path / "other" / "checkpoint-4")) is None
+    found = replayed(request, str(first))
+    assert (found.directory, found.name, found.step) == (str(first / "global_step4"), "global_step4", 4)
+    assert replayed(request, str(last)).refused.startswith(
+        "unickpt replay-step: the job resumes from checkpoint-6, and step 4 is in checkpoint-4: pass that"
+    )
+    assert (Path(request.folder) / REFUSED).read_text().startswith("the job resumes from checkpoint-6")
+    only_loads = replace(request, step=6)  # what the original run has saved, whatever the script names
+    found = replayed(only_loads, str(first))
+    assert (first / found.name).resolve() == last / "global_step6"
+    monkeypatch.delenv(VARIABLE)
+    code, said, _ = run("replay-step", str(out), "--step", "4", "--out", str(tmp_path / "empty"))
+    assert (code, VARIABLE in said) == (0, True)

@@ -137,6 +137,18 @@ def trainer_folders(place: Storage) -> list[str]:
     return names if any(_holds_checkpoint(place.subfolder(name)) for name in names) else []
 
 
+def all_manifests(directory: str) -> list[tuple[str, Manifest]]:
+    """Return names and manifests of the checkpoints in a folder, also in the ``checkpoint-N`` folders of a Trainer run.
+
+    Raises:
+        StorageError: as ``manifests_in``.
+    """
+    place, found = open_storage(directory), manifests_in(directory)
+    for folder in trainer_folders(place):
+        found += [(f"{folder}/{name}", manifest) for name, manifest in manifests_in(place.where(folder))]
+    return sorted(found, key=lambda each: each[1].step, reverse=True)
+
+
 def trainer_state_problem(folder: Storage) -> str:
     """Return why Trainer cannot resume from a ``checkpoint-N`` folder as far as its own state file tells, or ''.
 

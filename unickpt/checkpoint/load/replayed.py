@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from unickpt.base.errors import MismatchError
 from unickpt.base.step_replay import ReplayRequest, asked
-from unickpt.checkpoint.checkpoint_folder import complete_checkpoints, read_manifest
+from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.format.topology import describe
+from unickpt.checkpoint.load.folders import TRAINER_FOLDER, all_manifests
 from unickpt.checkpoint.storage.base import absolute, join, resolved, split
 from unickpt.checkpoint.storage.open import open_storage
 
@@ -41,7 +43,13 @@ def replays(where: str) -> ReplayRequest | None:
     if request is None:
         return None
     place = resolved(where)
-    return request if resolved(request.directory) in (place, split(place)[0]) else None
+    return request if resolved(request.directory) in (place, split(place)[0], _run_of(place)) else None
+
+
+def _run_of(place: str) -> str:
+    """Return the folder of a Trainer run by a checkpoint in one of its ``checkpoint-N`` folders; '' for any other place."""
+    folder, _ = split(place)
+    return split(folder)[0] if TRAINER_FOLDER.fullmatch(split(folder)[1]) else ""
 
 
 def replayed(request: ReplayRequest, where: str) -> Replayed:
@@ -52,15 +60,34 @@ def replayed(request: ReplayRequest, where: str) -> Replayed:
         where: what the job names, which concerns the request.
     """
     whole = resolved(where) == resolved(request.directory)
-    folder = where if whole else split(absolute(where))[0]
-    every = complete_checkpoints(folder)
-    name = next((name for step, name in every if step == request.step), "")
+    of_trainer = not whole and TRAINER_FOLDER.fullmatch(split(resolved(where))[1]) is not None
+    folder = where if whole else request.directory if of_trainer else split(absolute(where))[0]
+    every = all_manifests(folder)
+    name = next((name for name, manifest in every if manifest.step == request.step), "")
+    reason = ""
     if not name:
-        steps = ", ".join(str(step) for step, _ in every[:8])
+        steps = ", ".join(str(manifest.step) for _, manifest in every[:8])
         reason = f"{folder} has no complete checkpoint of step {request.step}; there are those of the steps: {steps or 'none'}"
+    elif of_trainer and split(name)[0] != split(where)[1] and request.until > request.step:
+        reason = (
+            f"the job resumes from {split(where)[1]}, and step {request.step} is in {split(name)[0]}: pass that as "
+            "resume_from_checkpoint, or pass True"
+        )
+    if reason:
         request.refuse(reason)
         return Replayed(refused=f"unickpt replay-step: {reason}")
+    if of_trainer:  # DeepSpeed adds the name to the folder that Trainer has chosen
+        return Replayed(join(folder, name), os.path.relpath(join(folder, name), where), request.step)
     return Replayed(join(folder, name), name if whole else "", request.step)
+
+
+def replayed_folder(directory: str) -> str:
+    """Return the ``checkpoint-N`` folder of a Trainer run from which a step is repeated; '' if nothing of it is repeated."""
+    request = asked()
+    if request is None or resolved(directory) != resolved(request.directory):
+        return ""
+    names = (name for name, manifest in all_manifests(directory) if manifest.step == request.step)
+    return next((join(directory, split(name)[0]) for name in names if "/" in name), "")
 
 
 def layout_of(directory: str) -> dict[str, Any]:
