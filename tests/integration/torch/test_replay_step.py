@@ -34,9 +34,9 @@ def digests(folder: Path) -> dict[str, str]:
     }
 
 
-def repeated(out: Path, folder: Path, framework: str, fault: str, *options: str) -> tuple[int, list[str]]:
+def repeated(out: Path, folder: Path, framework: str, fault: str, *options: str, step: int = 4) -> tuple[int, list[str]]:
     """Start the ranks as a user does who starts them without ``replay-step``. Returns the exit code, and what the jobs say."""
-    assert main(["replay-step", str(folder), "--step", "4", "--out", str(out), *options]) == 0
+    assert main(["replay-step", str(folder), "--step", str(step), "--out", str(out), *options]) == 0
     logs = []
     for each in sorted(out.iterdir()):
         done = fork_ranks(2, WORKER, framework, str(folder), fault, env={VARIABLE: str(each)}, framework=framework)
@@ -52,18 +52,19 @@ def test_a_step_is_repeated_and_a_flipped_bit_of_one_rank_is_named(
     before = original(folder, framework)
     capsys.readouterr()
     if framework in some(FRAMEWORKS, 1):
-        code, logs = repeated(tmp_path / "equal", folder, framework, "none", "--until", "6")
+        code, logs = repeated(tmp_path / "equal", folder, framework, "none", "--until", "6", step=2)
         said = capsys.readouterr().out
         assert code == 0, said
         assert re.search(
-            r"EQUAL: steps 5 to 6, computed 2 times from the checkpoint of step 4 on 2 ranks: all \d+ values", said
+            r"EQUAL: steps 3 to 6, computed 2 times from the checkpoint of step 2 on 2 ranks: all \d+ values", said
         )
         assert "They are those of the checkpoint of step 6, too." in said
         assert all("has come to its end" not in log for log in logs)  # they end before the script does, and before it saves
-    code, _ = repeated(tmp_path / "flip", folder, framework, "flip")
+    code, logs = repeated(tmp_path / "flip", folder, framework, "flip", "--until", "5", step=2)
     said = capsys.readouterr().out
     assert code == 1, said
-    assert "SDC_COMPUTE step 5, micro-batch 0: rank 1 (on " in said
+    assert all("s4 is not saved: this job repeats a step" in log for log in logs)
+    assert "SDC_COMPUTE step 3, micro-batch 0: rank 1 (on " in said
     name = "decoder.layers.0.mlp.linear_fc2.weight" if framework == "megatron" else "second.weight"
     assert f"the gradient of {name} differs between the runs" in said
     assert digests(folder) == before
