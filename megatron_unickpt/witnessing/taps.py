@@ -23,6 +23,7 @@ class ChunkSurroundings(Surroundings):
 
     def __init__(self, chunk: Any, inner: torch.nn.Module) -> None:
         self._chunk = chunk
+        self.sends = not getattr(inner, "post_process", True)
         self._holders = [each for each in inner.modules() if hasattr(each, "input_tensor")]
 
     def slots(self) -> Sequence[tuple[Any, str]]:

@@ -20,6 +20,7 @@ from unickpt.checkpoint.checkpoint_folder import manifests_in
 from unickpt.checkpoint.format.witnessed import Passed, WitnessFault
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.witness_faults import add_fault
+from unickpt.training.witness.nonfinite import Cause, NonFinite
 from unickpt.training.witness.vote import Kind, Verdict
 
 NAME = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -174,11 +175,18 @@ def what_a_stage_or_tensor_parallel_ranks_compute_wrongly_is_named_and_a_repetit
                 job.train(1)
                 ((kind, what, ranks),) = _told(witness)
                 assert (kind, ranks) == (Kind.NO_MAJORITY, named[layout]), what
+                _wrong_once(job, rank=3, infinite=True)
+                job.train(1)
+                causes: list[Any] = [None] * dist.get_world_size()
+                own = {(v.place.layer, v.cause) for v in witness.verdicts if isinstance(v, NonFinite) and v.step == 5}
+                dist.all_gather_object(causes, own)
+                assert causes[3] == {("decoder.layers.0.self_attention.linear_proj", Cause.HARDWARE)}, (layout, causes)
+                assert not any(causes[:3]), "what a rank gets from another one is not finite either, and is not its own"
             witness.close()
         assert all(map(torch.equal, *ends)), layout
 
 
-def _wrong_once(job: Job, rank: int) -> None:
+def _wrong_once(job: Job, rank: int, *, infinite: bool = False) -> None:
     """Let a rank compute one activation wrongly."""
     calls = [0]
 
@@ -186,6 +194,9 @@ def _wrong_once(job: Job, rank: int) -> None:
         calls[0] += 1
         if calls[0] == 1 and dist.get_rank() == rank:
             found = output[0] if isinstance(output, tuple) else output
-            found.data.view({4: torch.int32, 2: torch.int16}[found.element_size()]).view(-1)[1] ^= 1 << 12
+            if infinite:
+                found.data.view(-1)[1] = float("inf")
+            else:
+                found.data.view({4: torch.int32, 2: torch.int16}[found.element_size()]).view(-1)[1] ^= 1 << 12
 
-    job.modules[0].decoder.layers[0].self_attention.linear_proj.register_forward_hook(fault)
+    job.modules[0].decoder.layers[0].self_attention.linear_proj.register_forward_hook(fault, prepend=True)

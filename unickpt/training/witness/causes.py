@@ -56,7 +56,7 @@ class Causes:
         self.recalled.close()
         self.recalled.tap.close()
 
-    def cause_of(self, place: Place | None, step: int, *, weights: bool, large: bool = False) -> Cause:
+    def cause_of(self, place: Place | None, step: int, *, weights: bool, large: bool = False) -> Cause | None:
         """Return why values are not finite, or far too large, on this rank.
 
         All ranks repeat something, so that those that meet do not wait.
@@ -66,6 +66,9 @@ class Causes:
             step: that begins now.
             weights: of this rank are not finite, as well.
             large: values are finite, and far larger than before.
+
+        Returns:
+            None if the values came to this rank from another one, which tells of them.
         """
         asks = _NONE if place is None else _LARGE if large else _WEIGHTS if weights else _FOUND
         own = (0, 0) if place is None else (place.micro_batch, self._counters.order(place))
@@ -88,9 +91,9 @@ class Causes:
         for by in (first, second, {} if second else {row: row for row in range(len(self._ranks.ranks))}):
             if by:
                 found.append(self._by(by, data, backward, (every == _LARGE).tolist()))
+        if place is not None and (self._from_others(place, kept) or own != first_of_all):
+            return None
         if place is None or (place.backward and not (backward and place.layer)):  # that of the loss comes from outside
-            return Cause.UNDECIDED
-        if self._from_others(place, kept) or own != first_of_all:
             return Cause.UNDECIDED
         return cause(Repeat(self._ranks.rank, self._ranks.host, self._counters.number(place)), found)
 
@@ -99,12 +102,13 @@ class Causes:
         places = [(int(told[row, 1]), int(told[row, 2])) for row in self._beside if int(told[row, 0]) != _NONE]
         return min(places, default=(0, 0))
 
-    @staticmethod
-    def _from_others(place: Place, kept: Kept | None) -> bool:
+    def _from_others(self, place: Place, kept: Kept | None) -> bool:
         """Return whether such values came from another stage of a pipeline."""
-        if kept is None or kept.begun is None or not any(each is not None for each in kept.begun.received):
+        if kept is None or kept.begun is None:
             return False
-        return not all_finite(kept.of_output.values() if place.backward else kept.begun.received)
+        if place.backward:
+            return self.recalled.tap.sends and not all_finite(kept.of_output.values())
+        return not all_finite(kept.begun.received)
 
     def ended(self, step: int, *, applied: bool, every: int) -> None:
         """A step has ended. If a loss scaler has left it out, nothing is asked for the next ``every`` steps. Never raises."""

@@ -115,7 +115,13 @@ class Generators:
 
 
 class Surroundings:
-    """What a model needs beside its arguments, and what a repetition must leave as it was. This class: nothing."""
+    """What a model needs beside its arguments, and what a repetition must leave as it was. This class: nothing.
+
+    Attributes:
+        sends: the output goes to another rank, which sends its gradient, as in a pipeline.
+    """
+
+    sends = False
 
     def slots(self) -> Sequence[tuple[Any, str]]:
         """Return the attributes by which tensors reach the model: objects, and names. They may be None."""
@@ -142,6 +148,7 @@ class Tap:
     Attributes:
         inner: the model.
         gathering: modules that gather their parameters when they are called, as those of ``fully_shard`` do.
+        sends: as in ``Surroundings``.
 
     Args:
         model: without what reduces its gradients.
@@ -166,6 +173,7 @@ class Tap:
         self._parameters = list(parameters.values())
         self._numbers = {name: at for at, name in enumerate(parameters)}
         self._surroundings = surroundings or Surroundings()
+        self.sends = self._surroundings.sends
         self._slots = list(self._surroundings.slots())
         self.names = [
             "the output",

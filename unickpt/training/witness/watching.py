@@ -290,7 +290,7 @@ class Watching:
                 weights=found is not None and watched.bad_weights, large=found is not None and bool(found.times),
             )  # fmt: skip
         if found is not None:
-            watched.nonfinite = replace(found, cause=cause)
+            watched.nonfinite = None if cause is None else replace(found, cause=cause)
 
     def _tell_nonfinite(self, watched: Watched, *, applied: bool) -> None:
         found, watched.nonfinite = watched.nonfinite, None
