@@ -149,7 +149,7 @@ class OfMegatron:
 
 
 def _noise_like(values: torch.Tensor) -> torch.Tensor:
-    return torch.randn(values.shape, generator=_unseeded())
+    return torch.randn(values.shape, generator=_unseeded()).to(values.dtype)
 
 
 def _unseeded() -> torch.Generator:
