@@ -204,7 +204,7 @@ def _pairs(optimizer: Any) -> Any:
 def sound(layout: Layout, count: int) -> str:
     """Train with and without a witness. Return what it found, and whether memory is equal."""
     ends, verdicts = [], 0
-    for checks in (None, ["rest", "replicas", "nonfinite", "outlier", "self"]):
+    for checks in (None, ["rest", "replicas", "nonfinite", "outlier", "self", "buddy"]):
         job = Job(layout, checks)
         for _ in range(count):
             job.step()
