@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_unickpt.held_state.names import plain, without_ddp
 from torch_unickpt.witnessing.held import Held
 from unickpt.api.dtensors import is_dtensor
+from unickpt.training.witness.counting import is_compiled
 from unickpt.training.witness.repeating import Surroundings, Tap
 
 
@@ -48,7 +49,7 @@ def tap_of(model: torch.nn.Module, held: Sequence[Sequence[Held]], world: int, *
     if not sharded:
         alone = isinstance(model, DistributedDataParallel) or world == 1
         return None if not alone or any(map(is_dtensor, trained.values())) else Tap(inner, trained)
-    if isinstance(model, DistributedDataParallel) or any(map(_reduces_unused, sharded.values())):
+    if isinstance(model, DistributedDataParallel) or is_compiled(inner) or any(map(_reduces_unused, sharded.values())):
         return None
     modules = {name: each for name, each in sharded.items() if isinstance(each, torch.nn.Module)}
     return Tap(inner, trained, gathering=modules, plain=plain, surroundings=Sharded(list(sharded.values())))

@@ -237,9 +237,14 @@ class Counters:
         return Counted(named[0], named[1])
 
 
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Return whether a model, or a part of it, is compiled."""
+    return any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None for each in model.modules())
+
+
 def require_layers(model: torch.nn.Module, check: str) -> None:
     """Raise ConfigError if a model is compiled, so that its layers call no hooks."""
-    if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None for each in model.modules()):
+    if is_compiled(model):
         raise ConfigError(f'the check "{check}" sees no layers of a compiled model; name the other checks in "checks"')
 
 
