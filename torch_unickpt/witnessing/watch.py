@@ -86,8 +86,8 @@ def witness(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any] |
         checks.remove(BUDDY)
         if ranks.leads:
             logger.warning(
-                "unickpt: witness: the check buddy needs DistributedDataParallel, or fully_shard without tensor parallelism and "
-                "torch.compile, on several ranks, and one optimizer"
+                "unickpt: witness: the check buddy needs DistributedDataParallel, or fully_shard without tensor parallelism "
+                "and torch.compile, on several ranks, and one optimizer"
             )
     causes = None
     if counters and tap is not None:
