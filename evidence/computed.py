@@ -115,7 +115,7 @@ class Trained(Protocol):
     def step(self) -> None: ...
     def unit(self) -> Sequence[int]:
         """Return the ranks that compute parts of the same layers as this one."""
-        return (dist.get_rank(),)
+        ...
 
     def tensors(self) -> Mapping[tuple[str, str], torch.Tensor]:
         """Return weights, masters and moments of this rank."""

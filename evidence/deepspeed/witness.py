@@ -183,6 +183,10 @@ class ComputeJob(Job):
         self.fault.ends()
         self.engine.step()
 
+    def unit(self) -> tuple[int, ...]:
+        """Return the ranks that compute parts of the same layers as this one."""
+        return (dist.get_rank(),)
+
     def tensors(self) -> Places:
         return self.places()
 

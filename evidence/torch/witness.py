@@ -148,6 +148,10 @@ class ComputeJob(Job):
         assert self.witness._watching is not None
         return self.witness._watching
 
+    def unit(self) -> tuple[int, ...]:
+        """Return the ranks that compute parts of the same layers as this one."""
+        return (dist.get_rank(),)
+
     def step(self, accumulation: int = 1) -> None:
         assert accumulation == 1
         x = self.fault.batch(torch.randn(self.batch, self.width).to(self.dtype))
