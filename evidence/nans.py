@@ -86,9 +86,15 @@ class Model(torch.nn.Module):
 
 
 class Trained(Protocol):
-    """A training of ``Model`` with a witness."""
+    """A training of ``Model`` with a witness.
+
+    Attributes:
+        wraps: the framework wraps the outputs of layers, as ZeRO-3 does. A gradient that is wrong inside the wrapper is first seen
+            at the output of the layer before.
+    """
 
     module: Model
+    wraps: bool
 
     @property
     def watching(self) -> Watching: ...
@@ -185,7 +191,7 @@ def nans(job: Trained, count: int, seed: int, dtype: torch.dtype = torch.float32
     causes = DATA + tuple(each for each in HARDWARE if each != "weight" or whole is job.module)
     while found["injected"] < count:
         cause, at, on = chance.choice(causes), chance.randrange(ACCUMULATION), chance.randrange(world)
-        layer = chance.choice(("first", "middle") if cause == "gradient" else ("first", "middle", "head"))
+        layer = chance.choice(_with_gradients(job) if cause == "gradient" else ("first", "middle", "head"))
         where, own = chance.random(), random.Random(chance.random())
         before = len(job.watching.verdicts)
         batches = [sound(dtype) for _ in range(ACCUMULATION)]
@@ -220,7 +226,7 @@ def outliers(job: Trained, count: int, seed: int) -> Counter[str]:
     kept = {key: tensor.detach().clone() for key, tensor in job.places().items()}
     for _ in range(count):
         cause, at, on = chance.choice(OUTLIERS), chance.randrange(ACCUMULATION), chance.randrange(world)
-        layer = {"large input": "first", "gradient": chance.choice(("first", "middle"))}.get(cause)
+        layer = {"large input": "first", "gradient": chance.choice(_with_gradients(job))}.get(cause)
         layer, where = layer or chance.choice(("first", "middle", "head")), chance.random()
         before, batches = len(job.watching.verdicts), [sound(torch.float32) for _ in range(ACCUMULATION)]
         if rank == on:
@@ -235,12 +241,18 @@ def outliers(job: Trained, count: int, seed: int) -> Counter[str]:
         for key, tensor in job.places().items():
             tensor.data.copy_(kept[key])
         why = Cause.DATA_OR_MODEL if cause == "large input" else Cause.HARDWARE
-        wanted = ("OUTLIER", Place(layer, cause == "gradient", at), why)
+        seen = "half" if cause == "gradient" and job.wraps else layer
+        wanted = ("OUTLIER", Place(seen, cause == "gradient", at), why)
         found[cause] += 1
         right = [(each.kind, each.place, each.cause) == wanted for each in told[on]]
         found[f"{cause}: named"] += right == [True] and all(not each for at_, each in enumerate(told) if at_ != on)
         found["verdicts about sound steps"] += len(job.watching.verdicts) - before - len(told[rank])
     return found
+
+
+def _with_gradients(job: Trained) -> tuple[str, ...]:
+    """Return the layers of whose outputs a gradient may be wrong."""
+    return ("middle",) if job.wraps else ("first", "middle")
 
 
 def _enlarge(job: Trained, cause: str, layer: str, where: float, batches: list[Inputs], at: int) -> None:
@@ -287,6 +299,8 @@ def _injected(
     then = torch.get_rng_state()
     torch.set_rng_state(state)
     wanted = expected(whole, batches[at], then)
+    if wanted == ("middle", True) and cause == "gradient" and job.wraps:
+        wanted = ("half", True)
     getattr(whole, layer).fault = None
     if cause in HARDWARE and cause != "weight":
         calls = [0]

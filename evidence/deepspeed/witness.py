@@ -140,6 +140,7 @@ class NanJob(Job):
 
     def __init__(self, stage: int, precision: str, folder: str, check: str = "nonfinite") -> None:
         witness = {"every": 1, "checks": [check], "batches": folder}
+        self.wraps = stage == 3
         super().__init__(stage, precision, witness, accumulation=nans.ACCUMULATION, model=nans.Model)
 
     @property

@@ -241,6 +241,8 @@ def cost(count: int) -> Iterator[str]:
 class NanJob:
     """A training whose micro-batches may have NaN. The witness writes those into a folder."""
 
+    wraps = False
+
     def __init__(self, kind: str, folder: str, check: str = "nonfinite") -> None:
         torch.manual_seed(0)
         self.module = nans.Model()
