@@ -89,8 +89,8 @@ class Trained(Protocol):
     """A training of ``Model`` with a witness.
 
     Attributes:
-        wraps: the framework wraps the outputs of layers, as ZeRO-3 does. A gradient that is wrong inside the wrapper is first seen
-            at the output of the layer before.
+        wraps: the framework wraps the outputs of layers, as ZeRO-3 does. A gradient that is wrong inside the wrapper is first
+            seen at the output of the layer before.
     """
 
     module: Model
