@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_unickpt.framework import internals
+from unickpt.training.witness.counting import is_compiled
 from unickpt.training.witness.repeating import Case, Generators, Surroundings, Tap, loaded
 
 
@@ -106,6 +107,8 @@ def unsuited(chunks: Sequence[Any]) -> str:
         return "it needs Megatron's DistributedDataParallel"
     if any(not any(each.requires_grad for each in chunk.parameters()) for chunk in chunks):
         return "a part of the model has no trained parameters"
+    if any(is_compiled(chunk) for chunk in chunks):
+        return "the model is compiled"
     config = chunks[0].config
     if getattr(config, "gradient_accumulation_fusion", False):
         return "--no-gradient-accumulation-fusion is needed: otherwise layers add gradients to the buffers themselves"
