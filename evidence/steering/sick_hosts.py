@@ -27,7 +27,7 @@ from evidence.document import put, section
 from tests.jobs.steering.sick_hosts import HOSTS, Outcome, Sickness, Weights, equal, sound, with_sick_host
 from tests.jobs.steering.witness_worker import EVERY, STEPS
 
-KINDS = {"torch": ("activation", "weight"), "deepspeed": ("activation", "weight"), "megatron": ("weight",)}
+KINDS = {"torch": ("activation", "weight"), "deepspeed": ("activation", "weight"), "megatron": ("activation", "weight")}
 TITLES = {"torch": "DDP", "deepspeed": "DeepSpeed, ZeRO-1", "megatron": "megatron-core, data parallelism"}
 VERDICTS = {"activation": ("SDC_COMPUTE",), "weight": ("SDC_REPLICA", "SDC_AT_REST", "SDC_COMPUTE")}
 FIRST, LAST = 4, 9  # in which a host becomes sick

@@ -12,7 +12,7 @@ from tests.support.extent import some
 
 CASES = {  # and the step after which the sound job starts again
     "torch": (Sickness("n2", 7, STEPS, "activation"), "SDC_COMPUTE", 6),
-    "megatron": (Sickness("n2", 7, STEPS, "weight"), "SDC_REPLICA", 0),
+    "megatron": (Sickness("n2", 7, STEPS, "activation"), "SDC_COMPUTE", 0),
     "deepspeed": (Sickness("n2", 7, STEPS, "activation"), "SDC_COMPUTE", 0),
 }
 
