@@ -127,10 +127,11 @@ def compute(job: Trained, count: int, seed: int, places: Sequence[str] = (*REPEA
     job.step()
     job.step()
     sound = {key: tensor.clone() for key, tensor in job.tensors().items()}
-    units: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(units, tuple(job.unit()))
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (tuple(job.unit()), len(fault.linear)))
+    units, layers = [unit for unit, _ in told], min(number for _, number in told)  # stages may have one more than others
     for _ in range(count):
-        place, at, bit = chance.choice(places), chance.randrange(len(fault.linear)), chance.randrange(BITS[job.dtype])
+        place, at, bit = chance.choice(places), chance.randrange(layers), chance.randrange(BITS[job.dtype])
         rank, where = chance.randrange(dist.get_world_size()), chance.random()
         ours, state, before = rank == dist.get_rank(), torch.get_rng_state(), len(job.watching.verdicts)
         job.watching.said.clear()
