@@ -17,10 +17,15 @@ from unickpt.training.witness.repeating import Case, Generators, Surroundings, T
 class ChunkSurroundings(Surroundings):
     """A chunk of a model in Megatron's DDP, whose gradients are in buffers of their own.
 
+    Attributes:
+        reentrant: Megatron's recomputation is repeated.
+
     Args:
         chunk: as the schedule calls it.
         inner: without wrappers.
     """
+
+    reentrant = True
 
     def __init__(self, chunk: Any, inner: torch.nn.Module) -> None:
         self._chunk = chunk

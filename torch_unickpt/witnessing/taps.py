@@ -24,9 +24,19 @@ class Sharded(Surroundings):
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Free the gathered parameters afterwards: the next step changes the shards, and not those."""
+        """Free the gathered parameters afterwards: the next step changes the shards, and not those.
+
+        After an exception halfway, FSDP2 would reduce no gradient any more: its state is reset (torch 2.13).
+        """
         try:
             yield
+        except Exception:
+            for module in self._modules:
+                reset = getattr(module, "reset_iter_state", None)
+                with contextlib.suppress(RuntimeError):  # only the root has it
+                    if reset is not None:
+                        reset()
+            raise
         finally:
             for module in self._modules:
                 module.reshard()

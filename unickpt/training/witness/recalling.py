@@ -115,6 +115,9 @@ class Recalled:
     def _computed(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
         if self.tap.repeats or not module.training or not torch.is_grad_enabled() or not self._kept:
             return
+        if self.tap.gathering and self.tap.refuses(output):
+            self._kept[-1] = Kept(None)
+            return
         for at, tensor in enumerate(floats(output)):
             if tensor.requires_grad:
                 hook = tensor.register_hook(partial(self._of_output, self._kept[-1], at))  # type: ignore[no-untyped-call]

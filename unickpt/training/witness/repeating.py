@@ -15,6 +15,7 @@ from unickpt.base.module_hooks import ModuleHook
 from unickpt.training.witness.hashes import combined, hashes
 
 _SEVERAL = "several micro-batches share a backward pass, or one has several"
+_REENTRANT = "reentrant checkpointing (use_reentrant=True) cannot be repeated"
 _NO_GRADIENT = "no gradient comes to the output of the model before the step"
 
 
@@ -119,9 +120,10 @@ class Surroundings:
 
     Attributes:
         sends: the output goes to another rank, which sends its gradient, as in a pipeline.
+        reentrant: ``backward`` can do what reentrant checkpointing computes.
     """
 
-    sends = False
+    sends = reentrant = False
 
     def slots(self) -> Sequence[tuple[Any, str]]:
         """Return the attributes by which tensors reach the model: objects, and names. They may be None."""
@@ -322,6 +324,10 @@ class Tap:
             self._leaves[at] = parameter
             self._on_leaf(at, parameter)
 
+    def refuses(self, output: Any) -> bool:
+        """Return whether the backward pass from this output would raise halfway, which leaves gathered parameters behind."""
+        return not self._surroundings.reentrant and _is_checkpointed(floats(output))
+
     @property
     def repeats(self) -> bool:
         """Whether a micro-batch is repeated now."""
@@ -387,6 +393,9 @@ class Tap:
             return
         self._on_leaf = None
         found = list(floats(output))
+        if self.refuses(output):
+            recording.unsuited = _REENTRANT
+            return
         try:
             recording.output = _hash(*found)
         except Exception as err:  # of any class of tensor
@@ -436,6 +445,20 @@ class Tap:
 def _backward_pass() -> int:
     """Return the number of the backward pass that runs now; -1: none."""
     return torch._C._current_graph_task_id()
+
+
+def _is_checkpointed(output: Iterator[torch.Tensor]) -> bool:
+    """Return whether reentrant checkpointing, of torch or DeepSpeed, has a part in computing these tensors."""
+    waiting = [each.grad_fn for each in output if each.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node.name().startswith("CheckpointFunction"):
+            return True
+        further = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= further
+        waiting += further
+    return False
 
 
 def _is_shard(parameter: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from unickpt.training.witness.repeating import Case, Surroundings, Tap
 
@@ -227,3 +228,25 @@ def test_a_repetition_keeps_no_gradient(model: Model) -> None:
     model.first.weight.grad = None
     tap.play(tap.loaded(before), of_output)
     assert model.first.weight.grad is None
+
+
+class Checkpointed(torch.nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.second(checkpoint(self.first, x, use_reentrant=self.reentrant))
+        return found
+
+
+def test_reentrant_checkpointing_is_refused_before_anything_is_repeated() -> None:
+    """Its backward pass would raise halfway, and leave the parameters of FSDP2 gathered: training would go on wrongly."""
+    for reentrant in (False, True):
+        model = Checkpointed(reentrant=reentrant)
+        tap = Tap(model, dict(model.named_parameters()))
+        tap.arm()
+        model(torch.randn(3, 4, requires_grad=True)).sum().backward()
+        case, why = tap.take()
+        assert (case is None) == reentrant
+        assert why == ("reentrant checkpointing (use_reentrant=True) cannot be repeated" if reentrant else "")
