@@ -127,9 +127,10 @@ def compute(job: Trained, count: int, seed: int, places: Sequence[str] = (*REPEA
     job.step()
     job.step()
     sound = {key: tensor.clone() for key, tensor in job.tensors().items()}
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (tuple(job.unit()), len(fault.linear)))
-    units, layers = [unit for unit, _ in told], min(number for _, number in told)  # stages may have one more than others
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (tuple(job.unit()), len(fault.linear)))
+    units = [unit for unit, _ in of_ranks]
+    layers = min(number for _, number in of_ranks)  # one stage of a pipeline may have more layers than another
     for _ in range(count):
         place, at, bit = chance.choice(places), chance.randrange(layers), chance.randrange(BITS[job.dtype])
         rank, where = chance.randrange(dist.get_world_size()), chance.random()

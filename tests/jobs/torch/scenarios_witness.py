@@ -314,6 +314,36 @@ def what_cannot_be_repeated_ends_the_check(folder: Path) -> None:
         assert sum("the ranks cannot repeat the gradient of first.weight from" in line for line in lines) == 1
 
 
+def _raise(_gradient: torch.Tensor) -> None:
+    raise ValueError("halfway")
+
+
+@scenario(2)
+def a_repetition_that_raises_halfway_leaves_training_as_it_was(folder: Path) -> None:
+    """FSDP2 would otherwise keep its parameters gathered, and reduce no gradient any more."""
+
+    def fault(_step: int, micro_batch: int) -> Any:
+        calls = [0]
+
+        def passed(x: torch.Tensor) -> torch.Tensor:
+            calls[0] += 1
+            if micro_batch == 1 and calls[0] > 1:  # what is repeated before the step
+                x.register_hook(_raise)  # type: ignore[no-untyped-call]
+            return x
+
+        return passed
+
+    for kind in ("ddp", "fsdp"):
+        ends = []
+        for options in (None, {"every": 1, "checks": ["buddy", "rest"]}):
+            module, watching = _with_buddies(fault, 4, options, kind=kind)
+            ends.append({name: local(tensor) for name, tensor in module.state_dict().items()})
+            if options is not None:
+                assert watching.passed == Passed(3, ("rest",)), (kind, watching.passed)
+            watching.close()
+        assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0]), kind
+
+
 def _causes(watching: torch_unickpt.Witness) -> list[tuple[int, int, str, str, str]]:
     """Return what ``nonfinite`` has found on all ranks: step, rank, layer, cause and file."""
     own = [each for each in watching.verdicts if isinstance(each, NonFinite)]
