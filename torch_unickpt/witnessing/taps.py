@@ -26,16 +26,14 @@ class Sharded(Surroundings):
     def kept(self) -> Iterator[None]:
         """Free the gathered parameters afterwards: the next step changes the shards, and not those.
 
-        After an exception halfway, FSDP2 would reduce no gradient any more: its state is reset (torch 2.13).
+        After an exception halfway, FSDP2 would reduce no gradient any more: its state is reset.
         """
         try:
             yield
         except Exception:
             for module in self._modules:
-                reset = getattr(module, "reset_iter_state", None)
-                with contextlib.suppress(RuntimeError):  # only the root has it
-                    if reset is not None:
-                        reset()
+                with contextlib.suppress(RuntimeError):  # only the root can
+                    module.reset_iter_state()
             raise
         finally:
             for module in self._modules:
@@ -59,6 +57,8 @@ def tap_of(model: torch.nn.Module, held: Sequence[Sequence[Held]], world: int, *
     if not sharded:
         alone = isinstance(model, DistributedDataParallel) or world == 1
         return None if not alone or any(map(is_dtensor, trained.values())) else Tap(inner, trained)
+    if not hasattr(FSDPModule, "reset_iter_state"):  # an error halfway would leave FSDP2 as it is then
+        return None
     if isinstance(model, DistributedDataParallel) or is_compiled(inner) or any(map(_reduces_unused, sharded.values())):
         return None
     modules = {name: each for name, each in sharded.items() if isinstance(each, torch.nn.Module)}
