@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from unickpt.training.witness.vote import Kind, Verdict
 
 
 class Wrong:
-    """Flips one bit of all values that an optimizer has computed, before the witness sees them."""
+    """Flips one bit of all values that optimizers have computed, before the witness sees them."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.active: tuple[str, float] | None = None
-        optimizer.register_step_post_hook(self._stepped)
-        hooks = optimizer._optimizer_step_post_hooks
-        hooks.move_to_end(next(reversed(hooks)), last=False)
+        for each in optimizers:
+            each.register_step_post_hook(self._stepped)
+            hooks: Any = each._optimizer_step_post_hooks
+            hooks.move_to_end(next(reversed(hooks)), last=False)
 
     def _stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if self.active is None:
@@ -34,12 +36,12 @@ class Wrong:
                 bits.bitwise_xor_(1 << int(bit * 8 * held.element_size()))
 
 
-def steps(job: Trained, optimizer: torch.optim.Optimizer, count: int, seed: int) -> Counter[str]:
+def steps(job: Trained, optimizers: Sequence[torch.optim.Optimizer], count: int, seed: int) -> Counter[str]:
     """Return how many steps were wrong, and how many of them ``update`` has named.
 
     The bit flips in all values, because a check compares those of one tensor.
     """
-    chance, found, wrong = random.Random(seed), Counter[str](), Wrong(optimizer)
+    chance, found, wrong = random.Random(seed), Counter[str](), Wrong(optimizers)
     job.step()
     job.step()
     kept = {key: tensor.detach().clone() for key, tensor in job.places().items()}

@@ -165,7 +165,7 @@ def _updates(engine: Any, job: Ranks) -> Buddies[StepTap] | None:
     """Return what repeats steps on the partitions of ZeRO; None, with a warning, if nothing can."""
     view = EngineView(engine, KnownNames(), partitions.KnownRanges())
     base = view.base
-    why = "there is no optimizer" if base is None else unsuited(base)
+    why = unsuited([] if base is None else [base])
     if len(job.ranks) == 1 or all(part.replicated for part in view.parts):
         why = "it needs ZeRO on several ranks. Copies are compared by replicas"
     elif any(part.stepped_by is not None for part in view.parts):
@@ -175,7 +175,7 @@ def _updates(engine: Any, job: Ranks) -> Buddies[StepTap] | None:
             logger.warning("unickpt: witness: there is no check update: %s", why)
         return None
     names, ranges, known = KnownNames(), partitions.KnownRanges(), weakref.ref(engine)
-    return Buddies(StepTap(base, lambda: _ranges(EngineView(known(), names, ranges)), job.rank), job, Kind.SDC_UPDATE)
+    return Buddies(StepTap([base], lambda: _ranges(EngineView(known(), names, ranges)), job.rank), job, Kind.SDC_UPDATE)
 
 
 def _ranges(view: EngineView) -> list[Range]:

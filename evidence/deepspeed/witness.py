@@ -281,7 +281,7 @@ def _found(stage: int, precision: str, given: argparse.Namespace) -> Any:
         return sum((twice.twice(job, given.count, given.seed) for job in both), Counter())
     if given.what == "update":
         job = Job(stage, precision, {"every": 1, "checks": ["update"]})
-        return steps.steps(job, job.engine.optimizer.optimizer, given.count, given.seed)
+        return steps.steps(job, [job.engine.optimizer.optimizer], given.count, given.seed)
     if given.what == "outlier":
         with tempfile.TemporaryDirectory() as folder:
             return nans.outliers(NanJob(stage, precision, folder, "outlier"), given.count, given.seed)

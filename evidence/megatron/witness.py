@@ -4,6 +4,9 @@ torchrun --nproc-per-node 3 -m evidence.megatron.witness flips [--count 300] [--
 torchrun --nproc-per-node 2 -m evidence.megatron.witness flips
 torchrun --nproc-per-node 3 -m evidence.megatron.witness twice [--count 100]
 torchrun --nproc-per-node 2 -m evidence.megatron.witness twice
+torchrun --nproc-per-node 3 -m evidence.megatron.witness update [--count 40]
+torchrun --nproc-per-node 4 -m evidence.megatron.witness update
+torchrun --nproc-per-node 6 -m evidence.megatron.witness update
 torchrun --nproc-per-node 2 -m evidence.megatron.witness sound [--count 1000]
 
 Each prints the rows of a table of ``docs/evidence/witness.md`` on rank 0. On two ranks the layouts have model parallelism.
@@ -28,9 +31,10 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 import megatron_unickpt
-from evidence import computed, twice
+from evidence import computed, steps, twice
 from evidence.flips import Places, arguments, equal, flips, row
 from megatron_unickpt.edge import RUNTIME
+from megatron_unickpt.framework.optimizer_internals import steppers
 from megatron_unickpt.testing.layouts import Layout
 from megatron_unickpt.witnessing.watch import OptimizerWitness
 from unickpt.testing.launch import leave
@@ -49,24 +53,37 @@ LAYOUTS = {
     ),
 }  # fmt: skip
 
-
+STEPPED = {  # where ranks hold something of an optimizer that no other rank has
+    3: (Layout(dp=3), Layout(dp=3, optimizer="fp32dist")),
+    4: (Layout(tp=2, pp=2, optimizer="fp32"), Layout(tp=2, pp=2, optimizer="plain")),
+    6: (
+        Layout(tp=2, dp=3), Layout(pp=2, dp=3, optimizer="fp32dist"), Layout(pp=2, vpp=2, dp=3), Layout(cp=2, dp=3),
+        Layout(dp=6, moe=True, ep=2),
+    ),
+}  # fmt: skip
 AGAIN = (False, True)  # whether the backward pass computes layers again
 
 
-class Job:
-    """A model. Its weights, masters and moments are read from Megatron itself, not from the adapter."""
+class Watched:
+    """A Megatron job with a witness."""
 
-    def __init__(self, layout: Layout, checks: list[str] | None) -> None:
-        self.job = MegatronJob(layout, seed=1, batch=12, lr=1e-3, recompute=True)
-        self.witness = None
-        if checks is not None:
-            self.witness = megatron_unickpt.witness(self.job.chunks, self.job.optimizer, {"every": 1, "checks": checks})
+    job: MegatronJob
 
     @property
     def watching(self) -> Watching:
         own = RUNTIME.witnesses[self.job.optimizer]
         assert isinstance(own, OptimizerWitness)
         return own.watching
+
+
+class Job(Watched):
+    """A model. Its weights, masters and moments are read from Megatron itself, not from the adapter."""
+
+    def __init__(self, layout: Layout, checks: list[str] | None, *, torch_adam: bool = False) -> None:
+        self.job = MegatronJob(layout, seed=1, batch=12, lr=1e-3, recompute=True, torch_adam=torch_adam)
+        self.witness = None
+        if checks is not None:
+            self.witness = megatron_unickpt.witness(self.job.chunks, self.job.optimizer, {"every": 1, "checks": checks})
 
     def step(self) -> None:
         self.job.train(1)
@@ -98,7 +115,7 @@ class TwiceModel:
         }
 
 
-class TwiceJob:
+class TwiceJob(Watched):
     """A model whose layers are computed again, one micro-batch in a step."""
 
     def __init__(self, layout: Layout) -> None:
@@ -110,12 +127,6 @@ class TwiceJob:
         self.job.modules[0].register_forward_hook(lambda *_: self._between())
         megatron_unickpt.witness(self.job.chunks, self.job.optimizer, {"every": 1, "checks": ["self"]})
 
-    @property
-    def watching(self) -> Watching:
-        own = RUNTIME.witnesses[self.job.optimizer]
-        assert isinstance(own, OptimizerWitness)
-        return own.watching
-
     def step(self, between: Callable[[], None]) -> None:
         self.module.inputs.clear()
         self._between = between
@@ -126,7 +137,7 @@ class TwiceJob:
         self._sound = True
 
 
-class ComputeJob:
+class ComputeJob(Watched):
     """A model whose layers may compute something wrongly, in each micro-batch. There are as many as stages of a pipeline."""
 
     def __init__(self, layout: Layout, *, again: bool) -> None:
@@ -138,12 +149,6 @@ class ComputeJob:
         megatron_unickpt.witness(self.job.chunks, self.job.optimizer, {"every": 1, "checks": ["buddy"]})
         step = self.job.optimizer.step
         self.job.optimizer.step = lambda: (self.fault.ends(), step())[1]
-
-    @property
-    def watching(self) -> Watching:
-        own = RUNTIME.witnesses[self.job.optimizer]
-        assert isinstance(own, OptimizerWitness)
-        return own.watching
 
     def step(self) -> None:
         self.job.step = 1  # always the same batch
@@ -215,11 +220,12 @@ def sound(layout: Layout, count: int) -> str:
 
 
 def main() -> None:
-    given = arguments("flips and sound steps of Megatron", "twice", "compute")
+    given = arguments("flips and sound steps of Megatron", "twice", "compute", "update")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     logging.getLogger("unickpt").setLevel(logging.CRITICAL)
-    for layout in LAYOUTS[dist.get_world_size()]:
+    layouts = STEPPED if given.what == "update" else LAYOUTS
+    for layout in layouts[dist.get_world_size()]:
         if given.only in layout.name and not (given.what == "twice" and layout.pp > 1):
             row(layout.name, _found(layout, given))
     leave()
@@ -231,6 +237,9 @@ def _found(layout: Layout, given: argparse.Namespace) -> Any:
     if given.what == "compute":
         jobs = (ComputeJob(layout, again=each) for each in AGAIN)
         return sum((computed.compute(job, given.count, given.seed, computed.REPEATED) for job in jobs), Counter())
+    if given.what == "update":
+        job = Job(layout, ["update"], torch_adam=True)
+        return steps.steps(job, steppers(job.job.optimizer), given.count, given.seed)
     if given.what == "twice":
         return twice.twice(TwiceJob(layout), given.count, given.seed)
     return flips(Job(layout, ["rest", "replicas"]), given.count, given.seed)

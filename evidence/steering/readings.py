@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import statistics
@@ -27,7 +28,11 @@ def verdict_s(job: Agents, after_s: float) -> float | None:
     """Return when the first verdict was written, in seconds since 1970."""
     files = [folder / "verdicts.jsonl" for folder in job.rings()]
     lines = [line for file in files if file.is_file() for line in file.read_text().splitlines()]
-    return min((at_s for line in lines if (at_s := json.loads(line)["at_ns"] / 1e9) >= after_s), default=None)
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # cut, because the memory was full
+            found.append(json.loads(line)["at_ns"] / 1e9)
+    return min((at_s for at_s in found if at_s >= after_s), default=None)
 
 
 def seconds(values: Sequence[float | None]) -> str:

@@ -355,7 +355,7 @@ def main() -> None:
             row = str(sorted(counts.items()))
         elif given.what == "update" and kind == "fsdp":
             stepped = StepJob(dtype)
-            row = str(sorted(steps.steps(stepped, stepped.optimizer, given.count, given.seed).items()))
+            row = str(sorted(steps.steps(stepped, [stepped.optimizer], given.count, given.seed).items()))
         elif given.what == "twice":
             counts = sum(
                 (twice.twice(TwiceJob(kind, dtype, each), given.count, given.seed) for each in (False, True)), Counter()

@@ -230,11 +230,13 @@ class Resting:
 
     Attributes:
         parameter: parameter of the model.
+        stepped: tensor in the groups of the inner optimizer that stands for it.
         whole: every data parallel rank holds the same.
         tensors: states by their key, and the master, if the model does not compute with it.
     """
 
     parameter: torch.nn.Parameter
+    stepped: torch.Tensor
     whole: bool
     tensors: list[tuple[str, torch.Tensor]]
 
@@ -254,7 +256,14 @@ def resting(optimizer: Any) -> Iterator[Resting]:
             tensors = [(MASTER if key == _MASTER else key, value) for key, value in _one_by_one(state)]
             if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
                 tensors.append((MASTER, main))
-            yield Resting(parameter, whole, [(key, value) for key, value in tensors if isinstance(value, torch.Tensor)])
+            held = [(key, value) for key, value in tensors if isinstance(value, torch.Tensor)]
+            yield Resting(parameter, stepped, whole, held)
+
+
+def steppers(optimizer: Any) -> list[Any]:
+    """Return the inner optimizers that step on this rank."""
+    some = (wrapper for wrapper, _ in _wrappers(optimizer) if not getattr(wrapper, "is_stub_optimizer", False))
+    return [wrapper.optimizer for wrapper in some if wrapper.optimizer is not None]
 
 
 def _stepped_on(wrapper: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:

@@ -21,7 +21,7 @@ import sys
 import time
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron's jit_fuser is torch.compile
@@ -386,6 +386,19 @@ class FusedAdam(torch.optim.Optimizer):
         if self.adam_w_mode:
             parameter.mul_(1 - lr * group["weight_decay"])
         parameter.addcdiv_(mean / first, (square / second).sqrt_().add_(group["eps"]), value=-lr)
+
+
+@contextlib.contextmanager
+def torch_adam() -> Iterator[None]:
+    """Let Megatron make torch's AdamW meanwhile, as it does without TransformerEngine and Apex."""
+    import megatron.core.optimizer as module
+
+    before = module.Adam, module.USING_PYTORCH_OPTIMIZER
+    module.Adam, module.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    try:
+        yield
+    finally:
+        module.Adam, module.USING_PYTORCH_OPTIMIZER = before
 
 
 def _offer_fused_adam() -> None:

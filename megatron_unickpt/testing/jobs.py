@@ -7,6 +7,7 @@ import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -60,13 +61,14 @@ class Job:
     ``groups``: make the process groups. False: the model is in those of an earlier job, beside its model.
     ``bucket_size``: reduce gradients in buckets of about so many elements, while the backward pass goes on.
     ``recompute``: the backward pass computes each layer again.
+    ``torch_adam``: the optimizer is torch's AdamW.
     """
 
     def __init__(
         self, layout: Layout, *, seed: int = 1, tied: bool = True, vocabulary: int = 96, width: int = 32, length: int = LENGTH,
         batch: int = BATCH, micro_batch: int = 1, lr: float = 1e-2, predictions: int = 0,
         frozen: Callable[[str], bool] | None = None, groups: bool = True, layers: int = LAYERS,
-        bucket_size: int | None = None, recompute: bool = False,
+        bucket_size: int | None = None, recompute: bool = False, torch_adam: bool = False,
     ) -> None:  # fmt: skip
         self.layout, self.layers, self.step = layout, layers, 0
         self.vocabulary, self.length, self.batch, self.predictions = vocabulary, length, batch, predictions
@@ -113,7 +115,8 @@ class Job:
         if layout.optimizer in EMERGING:
             self.optimizer = self._emerging(options)
         else:
-            self.optimizer = get_megatron_optimizer(options, self.chunks)
+            with cpu.torch_adam() if torch_adam else nullcontext():
+                self.optimizer = get_megatron_optimizer(options, self.chunks)
         if layout.optimizer == "layers":
             self.optimizer = self._layer_wise(options)
         for chunk in self.chunks:

@@ -11,6 +11,7 @@ from megatron_unickpt.framework import internals
 from megatron_unickpt.framework.optimizer_internals import Resting, resting, unsupported_reason, weights_follow_late
 from unickpt.base.errors import UnsupportedLayoutError
 from unickpt.training.witness.held import WEIGHT, Stepped, Tensors
+from unickpt.training.witness.updating import Range
 
 
 def unwrapped(chunk: Any) -> torch.nn.Module:
@@ -59,6 +60,17 @@ def held_by(chunks: Sequence[torch.nn.Module], optimizer: Any, copies: Mapping[b
         if divided:  # also before the first step, when there may be no state yet: the list must not change
             found.append(_fixed(name, [tensor for part in divided for tensor in part.tensors]))
     return found
+
+
+def ranges_alone(chunks: Sequence[torch.nn.Module], optimizer: Any, copies: Mapping[bool, tuple[int, ...]]) -> list[Range]:
+    """Return what an optimizer steps on, of which no data parallel rank has a copy. ``copies``: see ``held_by``."""
+    names = {id(parameter): name for name, parameter in named_parameters(chunks).items()}
+    some = ((names[id(each.parameter)], each) for each in resting(optimizer) if each.stepped.numel())
+    return [
+        Range(each.stepped, name, 0, each.stepped.numel())
+        for name, each in some
+        if not each.whole or len(copies[internals.is_expert(each.parameter, name)]) == 1
+    ]
 
 
 def _fixed(name: str, tensors: Tensors, ranks: tuple[int, ...] = (), *, moving: bool = False) -> Stepped:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from megatron_unickpt.framework import internals
+from unickpt.training.witness.cases import Case, loaded
 from unickpt.training.witness.counting import is_compiled
-from unickpt.training.witness.repeating import Case, Generators, Surroundings, Tap, loaded
+from unickpt.training.witness.repeating import Tap
+from unickpt.training.witness.surroundings import Generators, Surroundings
 
 
 class ChunkSurroundings(Surroundings):

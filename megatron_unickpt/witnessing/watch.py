@@ -11,10 +11,10 @@ import torch
 
 from megatron_unickpt.edge import RUNTIME
 from megatron_unickpt.framework import internals
-from megatron_unickpt.framework.optimizer_internals import weights_follow_late
+from megatron_unickpt.framework.optimizer_internals import steppers, weights_follow_late
 from megatron_unickpt.framework.versions import FRAMEWORK, version
 from megatron_unickpt.runtime import Runtime
-from megatron_unickpt.witnessing.held import held_by, named_parameters, unwrapped
+from megatron_unickpt.witnessing.held import held_by, named_parameters, ranges_alone, unwrapped
 from megatron_unickpt.witnessing.step_hooks import HOOKS
 from megatron_unickpt.witnessing.taps import ChunkTaps, tap_of, unsuited
 from unickpt.api.acting import Recorded
@@ -35,6 +35,9 @@ from unickpt.training.witness.recomputing import Recomputed, Selves
 from unickpt.training.witness.repeating import Tap
 from unickpt.training.witness.replicas import Replicas, replicas_of
 from unickpt.training.witness.settings import BUDDY, NONFINITE, OUTLIER, SELF, UPDATE, Settings, settings_of
+from unickpt.training.witness.updating import Range, StepTap
+from unickpt.training.witness.updating import unsuited as steps_unsuited
+from unickpt.training.witness.vote import Kind
 from unickpt.training.witness.watching import Watched, Watching, seeing
 
 
@@ -149,7 +152,10 @@ def _made(chunks: Sequence[torch.nn.Module], optimizer: Any, settings: Settings,
     why = next(filter(None, job.gather_objects(unsuited(chunks))), "")
     if replicas is None:
         why = why or "it needs two replicas of the model, also of the experts"
-    return job.together(lambda: _beginning(chunks, optimizer, settings, checks, job, watched, replicas, why))
+    updates = _updates(chunks, optimizer, copies, job) if UPDATE in checks else None
+    if updates is None:
+        checks.discard(UPDATE)
+    return job.together(lambda: _beginning(chunks, optimizer, settings, checks, job, watched, replicas, why, updates))
 
 
 def _beginning(
@@ -161,22 +167,50 @@ def _beginning(
     watched: Watched,
     replicas: Replicas | None,
     why: str,
+    updates: Buddies[StepTap] | None,
 ) -> OptimizerWitness:
     counters = _counters(chunks) if {NONFINITE, OUTLIER} & checks else []
     taps = _taps(chunks) if not why and {BUDDY, NONFINITE, OUTLIER} & checks else []
     buddies = Buddies(ChunkTaps(taps), job, replicas=replicas) if BUDDY in checks and taps else None
-    for check, reason in ((BUDDY, why), (UPDATE, "it is not built for Megatron's optimizers")):
-        if check in checks and reason:
-            checks.discard(check)
-            if job.leads:
-                logger.warning("unickpt: witness: there is no check %s: %s", check, reason)
+    if BUDDY in checks and why:
+        checks.discard(BUDDY)
+        _tell_none(BUDDY, why, job)
     causes = None
     if len(counters) == len(taps) == 1:
         causes = Causes(Recalled(taps[0]), counters[0], job, partial(_folders, settings.batches), replicas)
     selves = Selves(Recomputed([unwrapped(each) for each in chunks]), job, set(_within(job))) if SELF in checks else None
     late = weights_follow_late(optimizer)
-    watching = Watching(settings.every, checks, [watched], job, counters, buddies, causes, selves, late=late)
+    watching = Watching(settings.every, checks, [watched], job, counters, buddies, causes, selves, updates, late)
     return OptimizerWitness(watching, watched, chunks)
+
+
+def _updates(
+    chunks: Sequence[torch.nn.Module], optimizer: Any, copies: Mapping[bool, tuple[int, ...]], job: Ranks
+) -> Buddies[StepTap] | None:
+    """Return what repeats steps on tensors without copies; None, with a warning, if nothing can. Every rank calls it."""
+    known = weakref.ref(optimizer)  # the witness ends with it
+
+    def ranges() -> list[Range]:
+        return ranges_alone(chunks, known(), copies)
+
+    inner = steppers(optimizer)
+    why = steps_unsuited(inner)
+    own, number = job.together(lambda: (",".join(sorted({type(each).__name__ for each in inner})), len(ranges())))
+    every = job.gather_objects((why, own, number))
+    why = next(filter(None, (each[0] for each in every)), "")
+    if len(every) == 1 or not all(each[2] for each in every):
+        why = why or "a rank has nothing without copies on other ranks. Copies are compared by replicas"
+    elif len({each[1] for each in every}) > 1:
+        why = why or "ranks have optimizers of several classes"
+    if why:
+        _tell_none(UPDATE, why, job)
+        return None
+    return Buddies(StepTap(inner, ranges, job.rank), job, Kind.SDC_UPDATE)
+
+
+def _tell_none(check: str, why: str, job: Ranks) -> None:
+    if job.leads:
+        logger.warning("unickpt: witness: there is no check %s: %s", check, why)
 
 
 def _within(job: Ranks) -> list[int]:

@@ -13,7 +13,8 @@ from torch_unickpt.held_state.names import plain, without_ddp
 from torch_unickpt.witnessing.held import Held
 from unickpt.api.dtensors import is_dtensor
 from unickpt.training.witness.counting import is_compiled
-from unickpt.training.witness.repeating import Surroundings, Tap
+from unickpt.training.witness.repeating import Tap
+from unickpt.training.witness.surroundings import Surroundings
 
 
 class Sharded(Surroundings):

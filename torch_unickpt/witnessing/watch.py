@@ -131,7 +131,7 @@ def _updates(
     """Return what repeats steps of the optimizer on parameters without copies; None, with a warning, if nothing can."""
     alone = [each for each in held[0] if not each.stepped.ranks]
     no_copies = not bool((ranks.gather(torch.tensor([len(alone)])) == 0).any())
-    why = next(filter(None, map(unsuited, optimizers)), "")
+    why = unsuited(optimizers)
     if len(optimizers) > 1:
         why = "there are several optimizers"
     elif len(ranks.ranks) == 1 or not no_copies:
@@ -142,7 +142,7 @@ def _updates(
         return None
     ranges = [Range(each.parameter, each.stepped.name, 0, local(each.parameter).numel()) for each in alone]
     chosen = [each for each in ranges if each.hi]
-    return Buddies(StepTap(optimizers[0], lambda: chosen, ranks.rank), ranks, Kind.SDC_UPDATE)
+    return Buddies(StepTap(optimizers, lambda: chosen, ranks.rank), ranks, Kind.SDC_UPDATE)
 
 
 def _folders(model: torch.nn.Module, named: str) -> list[str]:

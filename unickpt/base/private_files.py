@@ -120,17 +120,21 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append to a file of this user. A missing file is created.
+    """Append lines to a file of this user. A missing file is created. After a line that was cut they begin with a new line.
 
     Raises:
-        OSError: the file cannot be opened, is a link, or is not a regular file of this user with a single hard link.
+        OSError: the file cannot be opened, is a link, or is not a regular file of this user with a single hard link, or only a
+            part could be written, because the disk is full.
     """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with os.fdopen(os.open(path, flags, 0o600), "ab", buffering=0) as file:
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o600), "r+b", buffering=0) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink != 1:
             raise PermissionError(f"{path} is not a regular file of user {os.geteuid()} with a single hard link")
-        file.write(data)
+        if found.st_size and os.pread(file.fileno(), 1, found.st_size - 1) != b"\n":
+            data = b"\n" + data
+        if file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def open_regular(path: Path) -> IO[bytes]:

@@ -186,6 +186,49 @@ def what_a_stage_or_tensor_parallel_ranks_compute_wrongly_is_named_and_a_repetit
         assert all(map(torch.equal, *ends)), layout
 
 
+@scenario(2)
+def a_wrong_step_of_an_optimizer_is_named_and_a_repetition_leaves_no_trace(folder: Path) -> None:
+    """Chained optimizers too, of experts and of all other parameters, and ranks without data parallelism."""
+    layouts = (
+        Layout(dp=2, moe=True, ep=2), Layout(pp=2, optimizer="fp32"), Layout(dp=2), Layout(dp=2, optimizer="fp32dist"),
+        Layout(tp=2, optimizer="plain"),
+    )  # fmt: skip
+    for layout in some(layouts, 3):
+        ends = []
+        for options in (None, {"every": 1, "checks": ["update"]}):
+            job = Job(layout, seed=1, torch_adam=True)
+            witness = megatron_unickpt.witness(job.chunks, job.optimizer, options)
+            inner = [each.optimizer for each in getattr(job.optimizer, "chained_optimizers", [job.optimizer])]
+            assert (len(inner) == 2) == layout.moe
+            job.train(4)
+            assert _told(witness) == [], layout
+            assert options is None or witness.passed == Passed(4, ("update",)), (layout, witness.passed)
+            ends.append([p.detach().clone() for module in job.modules for p in module.parameters()])
+            if options is not None:
+                for optimizer in inner:
+                    _wrong_step(optimizer, rank=1)
+                job.train(1)
+                ((kind, what, ranks),) = _told(witness)
+                names = {name for module in job.modules for name, _ in module.named_parameters()}
+                assert (kind, ranks) == (Kind.NO_MAJORITY, (0, 1)), (layout, what)
+                assert dist.get_rank() == 0 or what in names, (layout, what)
+            witness.close()
+        assert all(map(torch.equal, *ends)), layout
+
+
+def _wrong_step(optimizer: torch.optim.Optimizer, rank: int) -> None:
+    """Let the steps of an optimizer be wrong on a rank."""
+
+    def wrong(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        for group in optimizer.param_groups if dist.get_rank() == rank else ():
+            for each in group["params"]:
+                each.data.view(torch.int32).view(-1).bitwise_xor_(1 << 3)
+
+    optimizer.register_step_post_hook(wrong)
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(next(reversed(hooks)), last=False)
+
+
 def _wrong_once(job: Job, rank: int, *, infinite: bool = False) -> None:
     """Let a rank compute one activation wrongly."""
     calls = [0]

@@ -107,7 +107,7 @@ class WitnessOptions:
     every: int = option(0, "compare copies and memory after one step out of this number; 0: no witness")
     checks: str = option(
         "rest,replicas,nonfinite",
-        "what is checked: `rest`, `replicas`, `nonfinite`, `outlier`, `buddy`, `self`, and with DeepSpeed `update`",
+        "what is checked: `rest`, `replicas`, `nonfinite`, `outlier`, `buddy`, `self`, `update`",
         several=True,
     )
     batches: str = option("", "folder for micro-batches with NaN whose cause is data or model (DeepSpeed); empty: none")

@@ -14,8 +14,8 @@ from unickpt.base.errors import CoordinationError
 from unickpt.base.listing import some
 from unickpt.base.logs import logger
 from unickpt.training.witness.agreeing import Ranks
+from unickpt.training.witness.cases import Case
 from unickpt.training.witness.hashes import combined
-from unickpt.training.witness.repeating import Case
 from unickpt.training.witness.replicas import Replicas, each_alone
 from unickpt.training.witness.schedule import buddies, seconds
 from unickpt.training.witness.settings import BUDDY, UPDATE

@@ -18,7 +18,7 @@ from unickpt.base.errors import ConfigError
 from unickpt.base.module_hooks import ModuleHook
 from unickpt.training.witness.held import local
 from unickpt.training.witness.nonfinite import Counted, Place, first_place
-from unickpt.training.witness.repeating import floats
+from unickpt.training.witness.outputs import floats
 
 FACTOR = 1024.0  # times the largest value of the steps before; a step of training changes it by far less
 WARM_UP = 20  # steps before a value counts as an outlier

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from unickpt.base.module_hooks import ModuleHook
-from unickpt.training.witness.repeating import Begun, Tap, floats
+from unickpt.training.witness.cases import Begun
+from unickpt.training.witness.outputs import floats
+from unickpt.training.witness.repeating import Tap
 
 MOST_BYTES = 256 << 20  # of inputs, and of gradients of outputs, that stay in memory until the step
 

@@ -17,7 +17,7 @@ from unickpt.training.witness.agreeing import Ranks
 from unickpt.training.witness.counting import require_layers
 from unickpt.training.witness.hashes import hashes
 from unickpt.training.witness.held import local
-from unickpt.training.witness.repeating import floats
+from unickpt.training.witness.outputs import floats
 from unickpt.training.witness.schedule import components
 from unickpt.training.witness.vote import Ballot, Kind, Subject, Verdict, differing_from_itself, vote
 

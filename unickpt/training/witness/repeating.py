@@ -12,45 +12,14 @@ from typing import Any
 import torch
 
 from unickpt.base.module_hooks import ModuleHook
+from unickpt.training.witness.cases import Begun, Case, loaded
 from unickpt.training.witness.hashes import combined, hashes
+from unickpt.training.witness.outputs import floats, is_checkpointed
+from unickpt.training.witness.surroundings import Generators, Surroundings
 
 _SEVERAL = "several micro-batches share a backward pass, or one has several"
 _REENTRANT = "reentrant checkpointing (use_reentrant=True) cannot be repeated"
 _NO_GRADIENT = "no gradient comes to the output of the model before the step"
-
-
-def floats(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the dense tensors of floating point numbers in the output of a module: not sparse, nested or meta ones."""
-    if isinstance(output, torch.Tensor):
-        dense = output.layout is torch.strided and not output.is_nested and not output.is_meta
-        if dense and output.is_floating_point() and output.numel():
-            yield output
-    elif isinstance(output, (tuple, list)):
-        for each in output:
-            yield from floats(each)
-    elif isinstance(output, dict):
-        yield from floats(tuple(output.values()))
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """What a forward pass starts from.
-
-    Attributes:
-        args: positional arguments.
-        kwargs: named arguments.
-        random: states of random generators.
-        buffers: of the model.
-        autocast: whether it is on, and its dtype.
-        received: what reaches the model beside its arguments, such as the output of another pipeline stage.
-    """
-
-    args: Any
-    kwargs: Any
-    random: Any
-    buffers: list[torch.Tensor]
-    autocast: tuple[bool, torch.dtype]
-    received: list[torch.Tensor | None]
 
 
 @dataclass
@@ -80,65 +49,6 @@ class _Recording:
     unsuited: str = ""
     hooks: list[Any] = field(default_factory=list)
     closed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A micro-batch, or a step of an optimizer, to be repeated.
-
-    Attributes:
-        data: input, random state, buffers and gradients of the output. From a rank of this job: it holds pickles.
-        values: hash of the output, and of the gradient of each parameter, which is 0 if there is none.
-        what: name of what is repeated; '' where each value has a name.
-    """
-
-    data: bytes
-    values: tuple[int, ...]
-    what: str = ""
-
-
-class Generators:
-    """torch's own random generators, of the CPU and of one device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def states(self) -> Any:
-        """Return copies of their states, which any rank of the job can load."""
-        found = [torch.get_rng_state()]
-        return [*found, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else found
-
-    def restore(self, states: Any) -> None:
-        """Go back to these states."""
-        torch.set_rng_state(states[0])
-        if len(states) > 1:
-            torch.cuda.set_rng_state(states[1], self._device)
-
-
-class Surroundings:
-    """What a model needs beside its arguments, and what a repetition must leave as it was. This class: nothing.
-
-    Attributes:
-        sends: the output goes to another rank, which sends its gradient, as in a pipeline.
-        reentrant: ``backward`` can do what reentrant checkpointing computes.
-    """
-
-    sends = reentrant = False
-
-    def slots(self) -> Sequence[tuple[Any, str]]:
-        """Return the attributes by which tensors reach the model: objects, and names. They may be None."""
-        return ()
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Leave everything else as it is, whatever a repetition does."""
-        yield
-
-    def backward(
-        self, output: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> None:
-        """Compute the gradients of the leaves, whose hooks see them, from those of the output. Nothing accumulates them."""
-        torch.autograd.grad(output, leaves, gradients, allow_unused=True)
 
 
 class Tap:
@@ -326,7 +236,7 @@ class Tap:
 
     def refuses(self, output: Any) -> bool:
         """Return whether the backward pass from this output would raise halfway, which leaves gathered parameters behind."""
-        return not self._surroundings.reentrant and _is_checkpointed(floats(output))
+        return not self._surroundings.reentrant and is_checkpointed(floats(output))
 
     @property
     def repeats(self) -> bool:
@@ -447,20 +357,6 @@ def _backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
-def _is_checkpointed(output: Iterator[torch.Tensor]) -> bool:
-    """Return whether reentrant checkpointing, of torch or DeepSpeed, has a part in computing these tensors."""
-    waiting = [each.grad_fn for each in output if each.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node.name().startswith("CheckpointFunction"):
-            return True
-        further = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= further
-        waiting += further
-    return False
-
-
 def _is_shard(parameter: torch.Tensor) -> bool:
     """Return whether it is a DTensor, which is a part of a parameter while no layer uses that."""
     return hasattr(parameter, "device_mesh")
@@ -476,15 +372,6 @@ def _freed(note: Callable[[int, torch.Tensor], None], at: int, gradient: torch.T
 def _given(gradient: torch.Tensor, _computed: torch.Tensor) -> torch.Tensor:
     """Replace the gradient of an output by the recorded one, which has also what comes from other outputs."""
     return gradient
-
-
-def loaded(data: bytes, here: torch.device) -> Any:
-    """Return what ``torch.save`` has written on a rank of this job: it holds pickles. Tensors of a device go to this one."""
-
-    def place(storage: Any, location: str) -> Any:
-        return storage.to(device=here) if here.type != "cpu" and location != "cpu" else storage
-
-    return torch.load(io.BytesIO(data), map_location=place, weights_only=False)
 
 
 def _joined(before: int, gradient: torch.Tensor) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from unickpt.training.witness.cases import Case, loaded
 from unickpt.training.witness.hashes import combined, hashes
 from unickpt.training.witness.held import local
-from unickpt.training.witness.repeating import Case, loaded
 
 MOST_BYTES = 64 << 20  # that one rank sends
 ELEMENTWISE = (
@@ -22,11 +22,13 @@ ELEMENTWISE = (
 # so a part of a tensor steps as the whole does
 
 
-def unsuited(optimizer: Any) -> str:
-    """Return why the steps of an optimizer cannot be repeated in parts, or ''."""
-    if type(optimizer) in ELEMENTWISE:
-        return ""
-    return f"{type(optimizer).__name__} is none of torch's optimizers whose steps are elementwise"
+def unsuited(optimizers: Sequence[Any]) -> str:
+    """Return why the steps of the optimizers of a rank cannot be repeated in parts, or ''."""
+    kinds = dict.fromkeys(map(type, optimizers))
+    other = next((each for each in kinds if each not in ELEMENTWISE), None)
+    if other is not None:
+        return f"{other.__name__} is none of torch's optimizers whose steps are elementwise"
+    return "" if len(kinds) == 1 else "there is no optimizer" if not kinds else "there are optimizers of several classes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,8 @@ class StepTap:
     """Records a step of one range, and repeats those of others. Ranks of a job have optimizers of the same class.
 
     Args:
-        optimizer: the one that steps.
-        ranges: returns what it steps on, outside of a step.
+        optimizers: those that step, one after the other, of one class.
+        ranges: returns what they step on, outside of a step.
         rank: of this process. Ranks choose different ranges.
         most_bytes: to record.
     """
@@ -73,19 +75,18 @@ class StepTap:
     names = ("the result",)
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, ranges: Callable[[], Sequence[Range]], rank: int, most_bytes: int = MOST_BYTES
-    ) -> None:
-        self._kind: Any = type(optimizer)
+        self, optimizers: Sequence[torch.optim.Optimizer], ranges: Callable[[], Sequence[Range]], rank: int,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:  # fmt: skip
+        self._kind: Any = type(optimizers[0])
         self._ranges, self._rank, self._most = ranges, rank, most_bytes
         self._held: Sequence[Range] = ()
         self._seen = 0  # ranges of this step
         self._chance = random.Random(0)
         self._step: _Step | None = None
         self._device = torch.device("cpu")
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-        ]
+        self._hooks = [each.register_step_pre_hook(self._before) for each in optimizers]
+        self._hooks += [each.register_step_post_hook(self._after) for each in optimizers]
 
     def close(self) -> None:
         """Remove the hooks."""

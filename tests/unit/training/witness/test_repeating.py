@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from unickpt.training.witness.repeating import Case, Surroundings, Tap
+from unickpt.training.witness.cases import Case
+from unickpt.training.witness.repeating import Tap
+from unickpt.training.witness.surroundings import Surroundings
 
 
 class Model(torch.nn.Module):

@@ -22,7 +22,7 @@ def trained(kind: Any, dtype: torch.dtype, most_bytes: int) -> tuple[torch.nn.Mo
     options = {"lr": 0.01, **OPTIONS.get(kind, {})}
     optimizer = kind([{"params": model[0].parameters(), "lr": 0.02}, {"params": model[1].parameters()}], **options)
     ranges = [Range(each, name, 0, each.numel()) for name, each in model.named_parameters()]
-    return model, optimizer, StepTap(optimizer, lambda: ranges, 3, most_bytes)
+    return model, optimizer, StepTap([optimizer], lambda: ranges, 3, most_bytes)
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -68,7 +68,7 @@ def test_a_wrong_step_is_seen_and_a_step_that_is_left_out_is_not_recorded() -> N
                 tensor.view(torch.int32).view(-1)[1] ^= 1
 
         handle = optimizer.register_step_post_hook(wrong)
-        tap = StepTap(optimizer, lambda: [Range(each, "it", 0, each.numel()) for each in model.parameters()], 0)
+        tap = StepTap([optimizer], lambda: [Range(each, "it", 0, each.numel()) for each in model.parameters()], 0)
         tap.arm(1)
         step(model, optimizer)
         handle.remove()
@@ -82,5 +82,28 @@ def test_a_wrong_step_is_seen_and_a_step_that_is_left_out_is_not_recorded() -> N
 
 def test_what_is_not_elementwise_has_no_check() -> None:
     model = torch.nn.Linear(2, 2)
-    assert unsuited(torch.optim.AdamW(model.parameters())) == ""
-    assert unsuited(torch.optim.Adafactor(model.parameters())).startswith("Adafactor is none of")
+    assert unsuited([torch.optim.AdamW(model.parameters())]) == ""
+    assert unsuited([]) == "there is no optimizer"
+    some = [kind(model.parameters()) for kind in (torch.optim.AdamW, torch.optim.SGD)]
+    assert unsuited(some) == "there are optimizers of several classes"
+    assert unsuited([torch.optim.Adafactor(model.parameters())]).startswith("Adafactor is none of")
+
+
+def test_of_several_optimizers_each_is_recorded_at_times() -> None:
+    """As those of experts and of all other parameters, which step one after the other."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 40), torch.nn.Linear(40, 8))
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=lr) for each, lr in zip(model, (0.1, 0.2), strict=True)]
+    tap = StepTap(optimizers, lambda: [Range(each, name, 0, each.numel()) for name, each in model.named_parameters()], 0)
+    whats = set()
+    for turn in range(20):
+        tap.arm(turn)
+        model(torch.randn(4, 8)).square().mean().backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        case, _ = tap.take()
+        assert case is not None
+        assert tap.repeat(case.data) == case.values
+        whats.add(case.what)
+    assert whats == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    tap.close()
