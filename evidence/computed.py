@@ -22,6 +22,7 @@ from unickpt.training.witness.watching import Watching
 REPEATED = ("forward", "backward", "gradient")  # what ``buddy`` computes again
 BEGUN_WITH = ("batch", "generator")
 REDUCED = "reduced gradient"
+GATHERED = "gathered weight"  # of ``fully_shard`` and ZeRO-3: the part that a rank holds stays as it was
 OF_OUTPUT = "gradient of the output"  # made by the loss, which nobody repeats
 BITS = {torch.float32: 32, torch.bfloat16: 16}
 
@@ -47,6 +48,7 @@ class Fault:
         self._watched: list[torch.Tensor] = []
         for at, layer in enumerate(self.linear):
             layer.register_forward_hook(partial(self._layer, at))
+            layer.forward = partial(self._forward, at, layer, layer.forward)
         for each in module.modules():
             each.register_forward_pre_hook(self._begins)
         module.register_forward_hook(self._output)
@@ -80,6 +82,12 @@ class Fault:
         if self.active is not None and self.active[0] == REDUCED:
             chosen = gradients[self.active[1] % len(gradients)]
             chosen.copy_(_flipped(chosen, self.active[2], self.active[3]))
+
+    def _forward(self, at: int, layer: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute a layer, whose weights are gathered now."""
+        if self._first and self.active is not None and self.active[:2] == (GATHERED, at):
+            layer.weight.data.copy_(_flipped(layer.weight, *self.active[2:]))
+        return forward(*args, **kwargs)
 
     def _layer(self, at: int, _module: Any, _args: Any, found: Any) -> None:
         output = found[0] if isinstance(found, tuple) else found

@@ -275,7 +275,10 @@ def _found(stage: int, precision: str, given: argparse.Namespace) -> Any:
     if given.what == "sound":
         return sound(stage, precision, given.count)
     if given.what == "compute":
-        return computed.compute(ComputeJob(stage, precision), given.count, given.seed)
+        found = computed.compute(ComputeJob(stage, precision), given.count, given.seed)
+        if stage == 3:
+            found += computed.compute(ComputeJob(stage, precision), given.count // 5, given.seed, [computed.GATHERED])
+        return found
     if given.what == "twice":
         both = (TwiceJob(stage, precision, own) for own in (False, True))
         return sum((twice.twice(job, given.count, given.seed) for job in both), Counter())

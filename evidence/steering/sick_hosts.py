@@ -5,8 +5,8 @@
 
 Three hosts and a spare on this machine train a tiny model under the witness. A random host is sick from a random step on
 (persistent), or in one step (transient): its forward passes flip a bit, which ``buddy`` sees, or a bit of a weight flips after
-the step, which ``buddy`` may see before copies are compared. Megatron has no ``buddy``. Each run is compared with a sound job
-that starts again after the same step, bit for bit.
+the step, which ``buddy`` may see before copies are compared. Each run is compared with a sound job that starts again after the
+same step, bit for bit.
 ``--count``: wanted runs of each framework, kind and duration in FILE. ``--page`` writes the table of all runs of the file into
 the page.
 """

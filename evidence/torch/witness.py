@@ -352,6 +352,9 @@ def main() -> None:
             if kind == "ddp":
                 job = ComputeJob(kind, dtype, ["replicas"])
                 counts += computed.compute(job, given.count // 5, given.seed, [computed.REDUCED])
+            else:
+                job = ComputeJob(kind, dtype, ["buddy"])
+                counts += computed.compute(job, given.count // 5, given.seed, [computed.GATHERED])
             row = str(sorted(counts.items()))
         elif given.what == "update" and kind == "fsdp":
             stepped = StepJob(dtype)
