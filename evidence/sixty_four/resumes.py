@@ -72,7 +72,7 @@ def parts(ranks: int) -> dict[str, Part]:
     moe = (f"moe-ep4dp{ranks}-dist", f"moe-tp2ep2dp{fewer // 2}-dist")
 
     def megatron(*names: str) -> Part:
-        sizes = {"BATCH": fewer if names != moe else batch, "LAYERS": 8}
+        sizes = {"BATCH": batch, "LAYERS": 2} if names == moe else {"BATCH": fewer, "LAYERS": 8}
         return Part(MEGATRON, (), onward(*map(Megatron.parse, names)), pairs.by_moved_weights, sizes)
 
     return {
