@@ -85,6 +85,10 @@ def parts(ranks: int) -> dict[str, Part]:
         "torch-asynchronous": Part(
             TORCH, ("--asynchronous",), [(torch[0], torch[1]), (torch[2], torch[0])], pairs.between_dtypes, {"BATCH": batch},
         ),
+        "torch-memory": Part(
+            TORCH, ("--memory",), [(torch[0], torch[0]), (torch[0], torch[1]), (torch[2], torch[0])], pairs.between_dtypes,
+            {"BATCH": batch},
+        ),
         "megatron": megatron(*dense),
         "megatron-context": megatron(*context),
         "megatron-experts": megatron(*moe),

@@ -1,6 +1,8 @@
 """Forked ranks: save every source layout, then load the sources into the target layouts. See ``tests/jobs/pairs.py``.
 
-pairs_worker DIR [--asynchronous]    Also writes DIR/<layout>/ and DIR/<layout>.truth
+pairs_worker DIR [--asynchronous | --memory]    Also writes DIR/<layout>/ and DIR/<layout>.truth
+
+--memory    into the memory of eight hosts, whose folders are DIR/<layout>.hosts/<host>; nothing is on disk
 """
 
 from __future__ import annotations
@@ -14,39 +16,66 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import torch_unickpt
 import torch_unickpt.loading.load_training
-import torch_unickpt.saving.save_training  # noqa: F401  # once, before the forks
+import torch_unickpt.saving.save_training  # once, before the forks
 import unickpt
 from tests.jobs.pairs import Pairs
 from tests.jobs.torch.layouts import Layout
 from tests.jobs.torch.model import BATCH, Job
 from tests.support.turns import forget_garbage, in_turn
+from torch_unickpt.edge import RUNTIME
+from unickpt.checkpoint.save import shutdown
 from unickpt.testing.launch import leave
 
 BEFORE, AFTER = 3, 2
+HOSTS = 8
+
+
+def memory_of(folder: Path, saved: Layout) -> torch_unickpt.MemoryOptions | None:
+    """Return where a layout is saved in the memory of the host of this rank; None: not in memory."""
+    if "--memory" not in sys.argv:
+        return None
+    place = folder / f"{saved.name}.hosts" / f"host{dist.get_rank() * HOSTS // dist.get_world_size()}"
+    place.mkdir(parents=True, exist_ok=True)
+    return torch_unickpt.MemoryOptions(to_disk_every=1000, folder=str(place))
 
 
 def save_one(folder: Path, layout: Layout) -> None:
     job = Job(layout, seed=1)
     before = job.train(BEFORE)
     saved = unickpt.save_training(
-        job.model, job.optimizer, folder / layout.name, step=job.step, samples=BATCH * job.step, scheduler=job.scheduler,
+        job.model, job.optimizer, _place(folder, layout), step=job.step, samples=BATCH * job.step, scheduler=job.scheduler,
         client_state={"note": layout.name}, options=unickpt.SaveOptions(asynchronous="--asynchronous" in sys.argv),
+        memory=memory_of(folder, layout),
     )  # fmt: skip
     truth = job.truth()
     after = job.train(AFTER)
     if not isinstance(saved, unickpt.SaveResult):
         saved.wait()
+    if memory_of(folder, layout) is not None:
+        shutdown.finish_all(ending=False)  # of the copies on other hosts
+        RUNTIME.saved_to_disk(str(folder / layout.name), 0.0)  # the end of this process writes nothing from memory
     if dist.get_rank() == 0:
         torch.save(truth, folder / f"{layout.name}.truth")
         (folder / f"{layout.name}.json").write_text(json.dumps({"losses": before + after}))
+
+
+def _place(folder: Path, layout: Layout) -> Path:
+    return folder / layout.name / f"step{BEFORE}"
 
 
 def load_one(folder: Path, source: Layout, target: Layout, seed: int) -> dict[str, Any]:
     job = Job(target, seed=seed)
     if seed % 2:
         job.train(1)  # states of an earlier step do not stay
-    start = unickpt.load_training(job.model, job.optimizer, folder / source.name, scheduler=job.scheduler)
+    memory = memory_of(folder, source)
+    if memory is None:
+        start = unickpt.load_training(job.model, job.optimizer, _place(folder, source), scheduler=job.scheduler)
+    else:
+        place = folder / source.name
+        start = torch_unickpt.resume_or_start(job.model, job.optimizer, place, scheduler=job.scheduler, memory=memory)
+        assert not list(place.glob("*/manifest.json"))
     job.step = start.step
     found = job.truth()
     losses = job.train(AFTER)
