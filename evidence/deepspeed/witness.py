@@ -189,7 +189,10 @@ class ComputeJob(Job):
         return (dist.get_rank(),)
 
     def tensors(self) -> Places:
-        return self.places()
+        """Return what a step begins with. Under ZeRO-3 small parameters may stay gathered."""
+        named = [each for each in self.engine.module.named_parameters() if getattr(each[1], "ds_persist", False)]
+        whole = {("gathered", name): each.detach() for name, each in named if each.numel() == each.ds_numel}
+        return {**self.places(), **whole}
 
 
 class TwiceJob(Job):

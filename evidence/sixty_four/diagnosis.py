@@ -3,7 +3,8 @@
     python -m evidence.sixty_four.diagnosis [--ranks 64] [--seed 1] [--only hang ...] [--out docs/evidence/sixty-four.md]
 
 One agent watches all ranks, which are processes of this machine and run with its two cores. A fault is at a random rank, after
-sound steps. ``results/sixty-four-diagnosis.jsonl`` keeps each fault.
+sound steps. For a slow link there are two hosts, with an agent each: network namespaces, which need root, ``ip`` and ``tc``.
+``results/sixty-four-diagnosis.jsonl`` keeps each fault.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,21 @@ from typing import Any
 import psutil
 
 from evidence.document import put, section
+from tests.jobs.steering.namespaces import LINK as NIC
+from tests.jobs.steering.namespaces import Network
 from tests.support.forked_jobs import fork_ranks
 
 HEAD, SECTION = "# Sixty-four ranks\n", "diagnosis"
 KEPT = Path("results/sixty-four-diagnosis.jsonl")
 WORKER = "evidence.sixty_four.diagnosis_worker"
 LIMIT_S, START_S, SOUND_S = 120.0, 400.0, 40.0
+LINK, LINK_MBIT, HOSTS = "link", 40, ("a", "b")
 FAULTS = {  # and the syndrome of its verdict
     "sound": ("none, for 40 s", ""),
     "hang": ("a rank sleeps for ever", "non-communication hang"),
     "kill": ("SIGKILL of a rank", "non-communication hang"),
     "mismatch": ("a rank makes a call too many", "mismatched collectives"),
+    LINK: (f"the link from one host to the other has {LINK_MBIT} Mbit/s", "communication slow"),
     "slow": ("a rank takes 0.4 s longer in each step", "non-communication slow"),
 }
 
@@ -47,8 +52,9 @@ class Result:
     Attributes:
         fault: its name.
         ranks: of the job.
-        rank: at fault.
-        named: whether the first verdict names this rank alone, and is of the right kind. Of a sound job: nothing was said.
+        rank: at fault. Of a link: the first one of those that send over it.
+        named: whether the first verdict names this rank alone, or a link from this host to the other, and is of the right kind.
+            Of a sound job: nothing was said.
         seconds: until then.
         step_s: length of a sound step.
         agent: share of one core that the agent takes while the job is sound: of ``sound`` in 40 s, otherwise in the seconds
@@ -89,9 +95,31 @@ def _agent_of(folder: Path) -> psutil.Process:
     raise RuntimeError(f"no agent watches {folder}")
 
 
-def _said(rings: Path) -> list[dict[str, Any]]:
-    file = rings / "verdicts.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+def _said(folder: Path) -> list[dict[str, Any]]:
+    lines = [line for file in folder.glob("rings*/verdicts.jsonl") for line in file.read_text().splitlines()]
+    return sorted(map(json.loads, lines), key=lambda each: each["at_ns"])
+
+
+def _names(verdict: dict[str, Any], fault: str, rank: int, ranks: int) -> bool:
+    """Return whether a verdict is right."""
+    if verdict["syndrome"] != FAULTS[fault][1]:
+        return False
+    if fault != LINK:
+        return bool(verdict["ranks"] == [rank])
+    source, destination = verdict["ranks"]
+    return source < ranks // 2 <= destination and f"link={source}->{destination}" in str(verdict["line"])
+
+
+@contextlib.contextmanager
+def _limited(network: Network, host: str) -> Iterator[None]:
+    """What a host sends is slow meanwhile."""
+    inside = [*network.command(host), "tc", "qdisc"]
+    limit = ["tbf", "rate", f"{LINK_MBIT}mbit", "burst", "64kb", "latency", "400ms"]
+    subprocess.run([*inside, "add", "dev", NIC, "root", *limit], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*inside, "del", "dev", NIC, "root"], check=False)
 
 
 def _until(what: Any, limit_s: float) -> Any:
@@ -116,12 +144,15 @@ def _whatif(rings: Path, rank: int) -> float | None:
     return None
 
 
-def measured(fault: str, ranks: int, rank: int, folder: Path) -> Result:
-    """Run a job with a fault."""
+def measured(fault: str, ranks: int, rank: int, folder: Path, network: Network | None) -> Result:
+    """Run a job with a fault. ``network``: of two hosts, for a slow link."""
     rings = folder / "rings"
-    variables = {"GLOO_SOCKET_IFNAME": "lo"}
+    variables, hosts = {"GLOO_SOCKET_IFNAME": "lo"}, list[str]()
+    if network is not None:
+        variables = {"GLOO_SOCKET_IFNAME": NIC}
+        hosts = [network.address(HOSTS[0]), *map(network.namespace, HOSTS)]
     job = threading.Thread(
-        target=fork_ranks, args=(ranks, WORKER, str(folder), fault, str(rank)),
+        target=fork_ranks, args=(ranks, WORKER, str(folder), fault, str(rank), *hosts),
         kwargs={"timeout_s": 900, "env": variables, "check": False},
     )  # fmt: skip
     job.start()
@@ -137,12 +168,18 @@ def measured(fault: str, ranks: int, rank: int, folder: Path) -> Result:
         passed, steps = time.monotonic() - begin, _step(folder) - first
         share, own = (sum(agent.cpu_times()[:2]) - before) / passed, agent.memory_full_info().uss / 1e6
         if fault == "sound":
-            said = _said(rings)
+            said = _said(folder)
         else:
             _until(lambda: (folder / "fault").exists(), START_S)
-            said = _until(lambda: _said(rings), LIMIT_S) or []
+            if network is None:
+                said = _until(lambda: _said(folder), LIMIT_S) or []
+            else:
+                time.sleep(SOUND_S)  # links are compared with their own past
+                (folder / "fault").write_text(str(time.time()))
+                with _limited(network, HOSTS[0]):
+                    said = _until(lambda: _said(folder), LIMIT_S) or []
         begun = float((folder / "fault").read_text()) if (folder / "fault").exists() else 0.0
-        right = [each for each in said[:1] if each["syndrome"] == FAULTS[fault][1] and each["ranks"] == [rank]]
+        right = [each for each in said[:1] if _names(each, fault, rank, ranks)]
         shown = unickpt("top", str(rings), "--once")
         begin = time.monotonic()
         unickpt("report", str(rings), "-o", str(folder / "report.html"))
@@ -201,8 +238,13 @@ def main() -> None:
     args = parser.parse_args()
     source = random.Random(args.seed)
     for fault in args.only:
+        rank = source.randrange(args.ranks)
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-            result = measured(fault, args.ranks, source.randrange(args.ranks), Path(folder))
+            if fault == LINK:
+                with contextlib.closing(Network(HOSTS)) as network:
+                    result = measured(fault, args.ranks, 0, Path(folder), network)
+            else:
+                result = measured(fault, args.ranks, rank, Path(folder), None)
         print(result, flush=True)
         with KEPT.open("a") as file:
             file.write(json.dumps(asdict(result)) + "\n")

@@ -1,13 +1,20 @@
-"""A rank of a timed job with tensor, pipeline and data parallel groups, and a fault. Arguments: FOLDER FAULT RANK.
+"""A rank of a timed job with tensor, pipeline and data parallel groups, and a fault.
+
+Arguments: FOLDER FAULT RANK [ADDRESS HOST HOST].
 
 The groups are those of TP 4, PP 4 and the rest data parallel; models are left out. A step has three all-reduces of the tensor
 parallel group, an activation that goes through the stages, an all-reduce of the data parallel group, and a sleep as if a device
 computed. The fault begins at step ``AT``. ``FOLDER/fault`` gets its time. A rank ends when ``FOLDER/stop`` exists.
+
+HOSTs are network namespaces, the first of which has ADDRESS. Half of the ranks are on each. The stages of the pipeline have a
+large activation then.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +29,22 @@ from unickpt.testing.launch import leave
 
 TENSOR, STAGES = 4, 4
 AT, STEP_S, SLOW_S = 25, 0.1, 0.4
+SMALL, LARGE = 256, 100_000  # elements of an activation
+_NEW_NET, _NEW_UTS = 0x40000000, 0x04000000  # linux/sched.h
+
+
+def rings_of(folder: Path, host: int) -> Path:
+    """Return where the ranks of a host record."""
+    return folder / ("rings" if host == 0 else f"rings-{host}")
+
+
+def to_host(space: str, number: int) -> None:
+    """Be on a host: before this process has threads."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/var/run/netns/{space}", "rb") as file:
+        if libc.setns(file.fileno(), _NEW_NET) or libc.unshare(_NEW_UTS):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    socket.sethostname(f"host-{number}")
 
 
 class Groups:
@@ -60,13 +83,22 @@ def step(groups: Groups, data: torch.Tensor, wide: torch.Tensor) -> None:
 
 def main() -> None:
     folder, fault, culprit = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    hosts, host = sys.argv[5:], 0
+    if hosts:
+        each = int(os.environ["WORLD_SIZE"]) // len(hosts)
+        host, local = divmod(int(os.environ["RANK"]), each)
+        os.environ |= {
+            "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(each), "GROUP_RANK": str(host),
+            "GROUP_WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": sys.argv[4], "TORCHELASTIC_USE_AGENT_STORE": "False",
+        }  # fmt: skip
+        to_host(hosts[host], host)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = Groups(rank, world)
-    session.start(TimingOptions(enabled=True, records=2048, folder=str(folder / "rings")), lambda: {
+    session.start(TimingOptions(enabled=True, records=2048, folder=str(rings_of(folder, host))), lambda: {
         kind: [group] for kind, group in groups.of.items()
     })  # fmt: skip
-    data, wide, number = torch.zeros(256), torch.zeros(1024), 0
+    data, wide, number = torch.zeros(LARGE if hosts else SMALL), torch.zeros(1024), 0
     if rank == 0:
         (folder / "agent").write_text(str(os.getpid()))
     while not (folder / "stop").exists():

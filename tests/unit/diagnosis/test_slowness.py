@@ -13,11 +13,12 @@ from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.hangs import BEFORE_S, deadline_s
 from unickpt.diagnosis.detectors.medians import grouped_quantiles, medians_of_others, row_medians
 from unickpt.diagnosis.detectors.observations import Direction, LongSteps, SlowTransfers
-from unickpt.diagnosis.detectors.p2p_links import TRANSFER, TransferRows, slow_links
+from unickpt.diagnosis.detectors.p2p_links import TRANSFER, TransferRows, by_hosts, slow_links
 from unickpt.diagnosis.detectors.stragglers import stragglers
 from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.records import RECORD, Flag, Op
+from unickpt.diagnosis.reports.verdict_text import render
 from unickpt.diagnosis.snapshot.progress import PROGRESS
 from unickpt.diagnosis.snapshot.snapshot import CALL, GroupInfo, RankSnapshot, Snapshot
 from unickpt.diagnosis.snapshot.steps import STEP, StepRows, steps_of
@@ -273,6 +274,19 @@ def test_a_hot_cell_is_a_link_and_a_hot_row_a_rank() -> None:
     assert column.ranks == (0,)
     assert isinstance(column.evidence[0], SlowTransfers)
     assert column.evidence[0].direction is Direction.RECEIVES
+
+
+def test_all_slow_links_from_one_host_to_another_are_one_verdict() -> None:
+    """Two ranks to a host. All links from the first to the second are slow, and one within the third."""
+    every = transfers(lambda a, b: 5.0 if (a // 2, b // 2) == (0, 1) or (a, b) == (4, 5) else 1.0, world=8)
+    hosts = {rank: f"h{rank // 2}" for rank in range(8)}
+    found = sorted(by_hosts(slow_links(every), hosts), key=lambda each: each.link or ())
+    assert [each.link for each in found] == [(0, 2), (4, 5)]
+    (evidence,) = found[0].evidence
+    assert isinstance(evidence, SlowTransfers)
+    assert (evidence.others, evidence.hosts, found[0].victims) == (3, ("h0", "h1"), 4)
+    assert "as on 3 other links from h0 to h1" in render(found[0], with_a_slow_link(40)).sentence
+    assert [each.link for each in by_hosts(found, {})] == [(0, 2), (4, 5)]
 
 
 def test_a_link_that_is_slow_now_and_then_is_none() -> None:

@@ -125,11 +125,18 @@ class SlowLayers:
 
 @dataclass(frozen=True, slots=True)
 class SlowTransfers:
-    """Transfers take ``factor`` times as long as the baseline."""
+    """Transfers take ``factor`` times as long as the baseline, the slowest ones.
+
+    Attributes:
+        others: number of other links from the first to the second of ``hosts`` that are slow, too.
+        hosts: of source and destination; empty if there is no other slow link.
+    """
 
     direction: Direction
     factor: float
     baseline: Baseline
+    others: int = 0
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import numpy as np
 from unickpt.diagnosis.detectors.all_slower import slower_than_before
 from unickpt.diagnosis.detectors.losses import losses
 from unickpt.diagnosis.detectors.observations import CpuStarvation, RotatingPauses
-from unickpt.diagnosis.detectors.p2p_links import slow_links, transfers_of
+from unickpt.diagnosis.detectors.p2p_links import by_hosts, slow_links, transfers_of
 from unickpt.diagnosis.detectors.slow_layers import slow_layers
 from unickpt.diagnosis.detectors.stragglers import stragglers
 from unickpt.diagnosis.detectors.tcp_links import LinkHistory, Links
@@ -43,7 +43,7 @@ def slowness(snapshot: Snapshot, links: Links, usual: LinkHistory | None) -> lis
     kernel = len(snapshot.windows) > 0  # its counters are better evidence than transfers
     if not verdicts and not late and not kernel and _in_motion(snapshot):
         verdicts = slow_links(transfers_of(snapshot.calls))
-    verdicts = [*verdicts, *in_turn]
+    verdicts = [*by_hosts(verdicts, hosts), *in_turn]
     return verdicts or slower_than_before(snapshot.steps, hosts, snapshot.cpu_waits)
 
 

@@ -262,11 +262,15 @@ def _clause(item: Evidence, verdict: Verdict) -> str:
                 f"rank {verdict.ranks[0]} waits for a processor {share:.0%} of the time, the others {others:.0%}: another "
                 f"process takes it; cause: {_cause(verdict)}"
             )
-        case SlowTransfers(direction, factor, baseline):
+        case SlowTransfers(direction, factor, baseline, others, hosts):
             than = "on other links" if baseline is Baseline.OTHER_LINKS else "per byte as before"
             than = f"as long as {than}" if baseline is Baseline.OTHER_LINKS else f"as long {than}"
             if direction is Direction.LINK and verdict.link is not None:
-                return f"from rank {verdict.link[0]} to rank {verdict.link[1]} takes {factor:.1f} times {than}"
+                link = f"from rank {verdict.link[0]} to rank {verdict.link[1]} takes"
+                if not others:
+                    return f"{link} {factor:.1f} times {than}"
+                links = f"{others} other link{'s' * (others > 1)}"
+                return f"{link} up to {factor:.1f} times {than}, as on {links} from {hosts[0]} to {hosts[1]}"
             return f"all that rank {verdict.ranks[0]} {direction.value} takes up to {factor:.1f} times {than}"
         case SilentLinks(links):
             named = ", ".join(f"from rank {there} to rank {here}" for here, there in links[:4])
