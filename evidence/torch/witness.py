@@ -202,16 +202,17 @@ def cost(count: int) -> Iterator[str]:
     kinds = {"DDP": "ddp", "FSDP2": "fsdp"}
     jobs = {name: Job(kind, torch.float32, width=1024, layers=8, batch=256) for name, kind in kinds.items()}
     jobs["DDP, recomputing"] = Job("ddp", torch.float32, width=1024, layers=8, batch=256, again=True)
-    checks = {
-        "nonfinite": "DDP",
-        "rest": "DDP",
-        "replicas": "DDP",
-        "buddy": "DDP",
-        "self": "DDP, recomputing",
-        "update": "FSDP2",
-    }
+    checks = [
+        ("nonfinite", "DDP"),
+        ("rest", "DDP"),
+        ("replicas", "DDP"),
+        ("buddy", "DDP"),
+        ("buddy", "FSDP2"),
+        ("self", "DDP, recomputing"),
+        ("update", "FSDP2"),
+    ]
     for accumulation in (1, 4, 16):
-        for check, name in checks.items():
+        for check, name in checks:
             job = jobs[name]
             times: dict[bool, list[float]] = {False: [], True: []}
             sent: list[tuple[int, int]] = []
