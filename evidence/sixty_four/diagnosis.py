@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -106,8 +107,8 @@ def _names(verdict: dict[str, Any], fault: str, rank: int, ranks: int) -> bool:
         return False
     if fault != LINK:
         return bool(verdict["ranks"] == [rank])
-    source, destination = verdict["ranks"]
-    return source < ranks // 2 <= destination and f"link={source}->{destination}" in str(verdict["line"])
+    link = re.search(r" link=(\d+)->(\d+) ", verdict["line"])
+    return link is not None and int(link[1]) < ranks // 2 <= int(link[2])
 
 
 @contextlib.contextmanager

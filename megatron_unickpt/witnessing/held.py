@@ -63,9 +63,10 @@ def held_by(chunks: Sequence[torch.nn.Module], optimizer: Any, copies: Mapping[b
 
 
 def ranges_alone(chunks: Sequence[torch.nn.Module], optimizer: Any, copies: Mapping[bool, tuple[int, ...]]) -> list[Range]:
-    """Return what an optimizer steps on, of which no data parallel rank has a copy. ``copies``: see ``held_by``."""
+    """Return what an optimizer steps on of these chunks, and holds alone or divided. ``copies``: see ``held_by``."""
     names = {id(parameter): name for name, parameter in named_parameters(chunks).items()}
-    some = ((names[id(each.parameter)], each) for each in resting(optimizer) if each.stepped.numel())
+    named = ((names.get(id(each.parameter)), each) for each in resting(optimizer) if each.stepped.numel())
+    some = [(name, each) for name, each in named if name is not None]  # the optimizer may have parameters of other modules
     return [
         Range(each.stepped, name, 0, each.stepped.numel())
         for name, each in some

@@ -198,7 +198,9 @@ def _updates(
     own, number = job.together(lambda: (",".join(sorted({type(each).__name__ for each in inner})), len(ranges())))
     every = job.gather_objects((why, own, number))
     why = next(filter(None, (each[0] for each in every)), "")
-    if len(every) == 1 or not all(each[2] for each in every):
+    if len(every) == 1:
+        why = why or "it needs several ranks"
+    elif not all(each[2] for each in every):
         why = why or "a rank has nothing without copies on other ranks. Copies are compared by replicas"
     elif len({each[1] for each in every}) > 1:
         why = why or "ranks have optimizers of several classes"

@@ -278,15 +278,20 @@ def test_a_hot_cell_is_a_link_and_a_hot_row_a_rank() -> None:
 
 def test_all_slow_links_from_one_host_to_another_are_one_verdict() -> None:
     """Two ranks to a host. All links from the first to the second are slow, and one within the third."""
-    every = transfers(lambda a, b: 5.0 if (a // 2, b // 2) == (0, 1) or (a, b) == (4, 5) else 1.0, world=8)
+    times = {(0, 2): 5.0, (0, 3): 5.0, (1, 2): 5.0, (1, 3): 50.0, (4, 5): 5.0}
+    every = transfers(lambda a, b: times.get((a, b), 1.0), world=8)
     hosts = {rank: f"h{rank // 2}" for rank in range(8)}
-    found = sorted(by_hosts(slow_links(every), hosts), key=lambda each: each.link or ())
-    assert [each.link for each in found] == [(0, 2), (4, 5)]
-    (evidence,) = found[0].evidence
-    assert isinstance(evidence, SlowTransfers)
-    assert (evidence.others, evidence.hosts, found[0].victims) == (3, ("h0", "h1"), 4)
-    assert "as on 3 other links from h0 to h1" in render(found[0], with_a_slow_link(40)).sentence
-    assert [each.link for each in by_hosts(found, {})] == [(0, 2), (4, 5)]
+    between, within = by_hosts(slow_links(every), hosts)
+    assert (between.link, within.link) == ((1, 3), (4, 5))
+    assert (between.links[0], sorted(between.links)) == ((1, 3), [(0, 2), (0, 3), (1, 2), (1, 3)])
+    assert (between.victims, within.links) == (2, ((4, 5),))
+    text = render(between, with_a_slow_link(40)).sentence
+    assert "4 links from h0 to h1, such as from rank 1 to rank 3, take up to 5" in text
+    times[1, 3] = 1.0  # in this look it carries nothing
+    other, _ = by_hosts(slow_links(transfers(lambda a, b: times.get((a, b), 1.0), world=8)), hosts)
+    assert other.link != between.link
+    assert other.key == between.key
+    assert len({each.key for each in by_hosts(slow_links(every), {})}) == 5
 
 
 def test_a_link_that_is_slow_now_and_then_is_none() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from unickpt.base.errors import FormatError
+from unickpt.planning.replay.edits import like_other_parties
 from unickpt.planning.replay.eviction import gain_without
 from unickpt.planning.replay.price import analyse
 from unickpt.testing.simulation.layout import ParallelLayout
@@ -32,5 +34,13 @@ def test_ranks_and_links_without_records_are_refused() -> None:
     with pytest.raises(FormatError, match="ranks 99 have no records"):
         gain_without(trace, [99])
     with pytest.raises(FormatError, match="no other pair makes transfers like those of ranks 0 and 1"):
-        gain_without(trace, [], (0, 1))
-    assert gain_without(trace, [], (0, 4)) == pytest.approx(0.0, abs=1e-6)
+        gain_without(trace, [], [(0, 1)])
+    assert gain_without(trace, [], [(0, 4)]) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_slow_links_are_compared_with_the_others_and_not_with_each_other() -> None:
+    took, parties, kinds = np.array([9.0, 9.0, 9.0, 2.0, 9.0]), np.array([0, 1, 2, 3, 4]), np.array([7, 7, 7, 7, 8])
+    found = like_other_parties(took, np.array([0, 1, 2]), parties, kinds)
+    assert found is not None
+    assert found.tolist() == [2.0, 2.0, 2.0, 2.0, 9.0]
+    assert like_other_parties(took, np.array([4]), parties, kinds) is None

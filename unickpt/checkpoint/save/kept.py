@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -21,7 +21,19 @@ from unickpt.checkpoint.format.tensor_info import TensorInfo
 from unickpt.checkpoint.save.late_copy import Watch
 from unickpt.checkpoint.save.shards import Shard
 
-_dtypes = attrgetter("dtype")
+_dtypes, _versions = attrgetter("dtype"), attrgetter("_version")
+_AT_ONCE = 256  # tensors: read one after another, thousands of them leave the cache before the next reading
+Getter = Callable[[torch.Tensor], Any]
+
+
+def read_of(tensors: Sequence[torch.Tensor], *getters: Getter) -> list[list[Any]]:
+    """Return what each getter reads of each tensor: a list for each getter."""
+    found: list[list[Any]] = [[] for _ in getters]
+    for at in range(0, len(tensors), _AT_ONCE):
+        some = tensors[at : at + _AT_ONCE]
+        for values, getter in zip(found, getters, strict=True):
+            values += map(getter, some)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +54,12 @@ class Facts:
 
     def read(self) -> list[Any]:
         """Return what two facts have in common that are the same."""
-        tensors, shaped = self.tensors, self.shaped
         return [
             list(map(id, self.objects)),
-            list(map(torch.Tensor.data_ptr, tensors)), list(map(torch.Tensor.stride, tensors)),
-            list(map(torch.Tensor.size, tensors)), list(map(_dtypes, tensors)),
-            list(map(torch.Tensor.size, shaped)), list(map(_dtypes, shaped)),
+            *read_of(self.tensors, torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.size, _dtypes),
+            *read_of(self.shaped, torch.Tensor.size, _dtypes),
             self.values,
-        ]  # fmt: skip
+        ]
 
 
 class KeptFacts:
@@ -177,14 +187,13 @@ class KeptShards:
         """Return tensor and box of each shard."""
         return [(each.tensor, each.box) for each in self._shards]
 
-    def spans(self, bases: Sequence[torch.Tensor]) -> Ints:
-        """Return address and size in bytes of each tensor of ``names``. int64 ``[names, 2]``."""
-        begins = np.fromiter(map(torch.Tensor.data_ptr, bases), np.int64, len(bases))
+    def spans(self, begins: Ints) -> Ints:
+        """Return address and size in bytes of each tensor of ``names``. int64 ``[names, 2]``. ``begins``: of the bases."""
         return np.stack([begins[self._spans[:, 0]] + self._spans[:, 1], self._spans[:, 2]], axis=1)
 
-    def written(self, bases: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        """Return the bases that the shards are in, each with the name of a tensor in it."""
-        return [(name, bases[base]) for base, name in self._first]
+    def written(self, bases: Sequence[torch.Tensor], versions: Sequence[int]) -> list[tuple[str, torch.Tensor, int]]:
+        """Return the bases that the shards are in, each with the name of a tensor in it, and its count of writes."""
+        return [(name, bases[base], versions[base]) for base, name in self._first]
 
 
 class _Bases:
@@ -232,15 +241,20 @@ class BoundShards:
     Attributes:
         kept: the shards.
         bases: the tensors that they are in, detached.
+        begins: their addresses.
+        versions: torch's counts of writes to them.
     """
 
     kept: KeptShards
     bases: Sequence[torch.Tensor] = field(repr=False)
+    begins: Ints = field(repr=False)
+    versions: Sequence[int] = field(repr=False)
 
     @classmethod
     def of(cls, kept: KeptShards, bases: Sequence[torch.Tensor]) -> BoundShards:
         """Bind the shards to bases of the job, as for ``KeptShards.of``. Other memory of a base does not change them later."""
-        return cls(kept, list(map(torch.Tensor.detach, kept.bases(bases))))
+        tensors, begins, versions = read_of(kept.bases(bases), torch.Tensor.detach, torch.Tensor.data_ptr, _versions)
+        return cls(kept, tensors, np.array(begins, np.int64), versions)
 
     def shards(self) -> list[Shard]:
         """Return the shards with their data."""
@@ -248,7 +262,8 @@ class BoundShards:
 
     def watch(self) -> Watch:
         """Return the watch of what is copied or compared behind training."""
-        return Watch(self.kept.written(self.bases), self.kept.names, self.kept.spans(self.bases), self.kept.compared)
+        written = self.kept.written(self.bases, self.versions)
+        return Watch(written, self.kept.names, self.kept.spans(self.begins), self.kept.compared)
 
 
 @dataclass

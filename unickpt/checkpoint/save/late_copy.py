@@ -56,7 +56,7 @@ class Watch:
     """Notes what tensors are, and finds out whether they are still the same.
 
     Args:
-        written: tensors whose counters of writes are compared, each with a name for messages.
+        written: tensors whose counters of writes are compared, each with a name for messages, and what it was.
         names: of the tensors in host memory whose values are sampled.
         spans: address and size in bytes of each of them. int64 ``[names, 2]``.
         compared: which of them are compared alone, and not copied.
@@ -64,14 +64,13 @@ class Watch:
 
     def __init__(
         self,
-        written: Sequence[tuple[str, torch.Tensor]] = (),
+        written: Sequence[tuple[str, torch.Tensor, int]] = (),
         names: Sequence[str] = (),
         spans: Ints | None = None,
         compared: Sequence[bool] = (),
     ) -> None:
         self._written, self._names, self._compared = written, names, compared
         self._spans = np.empty((0, 2), np.int64) if spans is None else spans
-        self._versions = [tensor._version for _, tensor in written]
         self._samples = samples(self._spans)
 
     @classmethod
@@ -79,12 +78,12 @@ class Watch:
         """Return the watch of sources."""
         host = [each for each in sources if each.tensor.is_cpu]
         spans = np.array([(each.tensor.data_ptr(), each.tensor.nbytes) for each in host], np.int64).reshape(-1, 2)
-        written = [(each.name, each.tensor) for each in sources]
+        written = [(each.name, each.tensor, each.tensor._version) for each in sources]
         return cls(written, [each.name for each in host], spans, [each.compared for each in host])
 
     def check_versions(self) -> None:
         """Raises ChangedError if torch has written to a source."""
-        for (name, tensor), before in zip(self._written, self._versions, strict=True):
+        for name, tensor, before in self._written:
             if tensor._version != before:
                 raise _changed(name, f"torch has written to it {tensor._version - before} times")
 

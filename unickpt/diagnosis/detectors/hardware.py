@@ -88,7 +88,8 @@ def _in_window(verdict: Verdict, host: str, snapshot: Snapshot) -> list[HostEven
 
 
 def _pids(verdict: Verdict, snapshot: Snapshot) -> set[int]:
-    return {snapshot.ranks[rank].pid for rank in verdict.ranks if rank in snapshot.ranks}
+    ranks = {*verdict.ranks, *(rank for link in verdict.links for rank in link)}
+    return {snapshot.ranks[rank].pid for rank in ranks if rank in snapshot.ranks}
 
 
 def _concerns(event: HostEvent, verdict: Verdict, pids: set[int], others: set[int]) -> bool:

@@ -128,15 +128,15 @@ class SlowTransfers:
     """Transfers take ``factor`` times as long as the baseline, the slowest ones.
 
     Attributes:
-        others: number of other links from the first to the second of ``hosts`` that are slow, too.
-        hosts: of source and destination; empty if there is no other slow link.
+        hosts: of source and destination of a link; empty within a host, or if they are not known.
+        links: all slow links from the first of these hosts to the second one, as source and destination, the slowest first.
     """
 
     direction: Direction
     factor: float
     baseline: Baseline
-    others: int = 0
     hosts: tuple[str, ...] = ()
+    links: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,24 +108,25 @@ def slow_links(
 def by_hosts(verdicts: Sequence[Verdict], hosts: Mapping[int, str]) -> list[Verdict]:
     """Return the verdicts with one alone for all slow links from one host to another one, which may be hundreds.
 
-    It names the link with the lowest ranks, so that it stays the same while factors change. ``hosts``: of the ranks.
+    Args:
+        verdicts: those on links have one observation, the slowest first.
+        hosts: of the ranks.
     """
     found: dict[tuple[object, ...], list[Verdict]] = {}
     for at, verdict in enumerate(verdicts):
         way = tuple(hosts.get(rank, "") for rank in verdict.link or ())
-        apart = len(set(way)) == 2 and all(way) and any(isinstance(each, SlowTransfers) for each in verdict.evidence)
+        apart = len(set(way)) == 2 and all(way) and isinstance(verdict.evidence[0], SlowTransfers)
         found.setdefault(way if apart else (at,), []).append(verdict)
-    return [_one_of(each, hosts) if len(each) > 1 else each[0] for each in found.values()]
+    return [_one_of(each, way) if len(way) == 2 else each[0] for way, each in found.items()]
 
 
-def _one_of(verdicts: Sequence[Verdict], hosts: Mapping[int, str]) -> Verdict:
-    """Return one verdict on several slow links from one host to another one."""
-    first = min(verdicts, key=lambda each: each.link or ())
-    slow = [item for each in verdicts for item in each.evidence if isinstance(item, SlowTransfers)]
-    way = tuple(hosts[rank] for rank in first.link or ())
-    evidence = SlowTransfers(Direction.LINK, max(each.factor for each in slow), slow[0].baseline, len(verdicts) - 1, way)
-    since_ns, victims = min(each.since_ns for each in verdicts), sum(each.victims for each in verdicts)
-    return replace(first, evidence=(evidence,), since_ns=since_ns, victims=victims)
+def _one_of(verdicts: Sequence[Verdict], way: tuple[object, ...]) -> Verdict:
+    """Return one verdict on the slow links from one host to another one."""
+    (slowest,), links = verdicts[0].evidence, tuple(each.link for each in verdicts if each.link is not None)
+    assert isinstance(slowest, SlowTransfers)
+    evidence = replace(slowest, hosts=tuple(map(str, way)), links=links)
+    since_ns, victims = min(each.since_ns for each in verdicts), len({destination for _, destination in links})
+    return replace(verdicts[0], evidence=(evidence,), since_ns=since_ns, victims=victims)
 
 
 def by_sides(

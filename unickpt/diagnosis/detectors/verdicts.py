@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unickpt.diagnosis.detectors.hints import Hint
-from unickpt.diagnosis.detectors.observations import Evidence
+from unickpt.diagnosis.detectors.observations import Evidence, SlowTransfers
 from unickpt.diagnosis.hardware.events import HostEvent
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame
@@ -144,9 +144,21 @@ class Verdict:
         return max(found, key=lambda place: (place.at.own, len(place.ranks))).at if found else None
 
     @property
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """All links at fault, the worst first; empty if the fault is not in links."""
+        others = next((each.links for each in self.evidence if isinstance(each, SlowTransfers)), ())
+        return others or (() if self.link is None else (self.link,))
+
+    @property
     def key(self) -> str:
-        """Identifier of the finding: equal for verdicts of successive looks on the same fault."""
-        what = [self.syndrome.value, self.ranks, self.group.name if self.group else "", self.link]
+        """Identifier of the finding: equal for verdicts of successive looks on the same fault.
+
+        Of links from one host to another one some may be slow in one look, and others in the next one.
+        """
+        hosts = next((each.hosts for each in self.evidence if isinstance(each, SlowTransfers) and each.hosts), None)
+        what: list[Any] = [self.syndrome.value, self.ranks, self.group.name if self.group else "", self.link]
+        if hosts is not None:
+            what = [self.syndrome.value, hosts]
         return hashlib.blake2b(json.dumps(what).encode(), digest_size=8).hexdigest()
 
     def as_json(self) -> dict[str, Any]:

@@ -262,16 +262,15 @@ def _clause(item: Evidence, verdict: Verdict) -> str:
                 f"rank {verdict.ranks[0]} waits for a processor {share:.0%} of the time, the others {others:.0%}: another "
                 f"process takes it; cause: {_cause(verdict)}"
             )
-        case SlowTransfers(direction, factor, baseline, others, hosts):
-            than = "on other links" if baseline is Baseline.OTHER_LINKS else "per byte as before"
-            than = f"as long as {than}" if baseline is Baseline.OTHER_LINKS else f"as long {than}"
-            if direction is Direction.LINK and verdict.link is not None:
-                link = f"from rank {verdict.link[0]} to rank {verdict.link[1]} takes"
-                if not others:
-                    return f"{link} {factor:.1f} times {than}"
-                links = f"{others} other link{'s' * (others > 1)}"
-                return f"{link} up to {factor:.1f} times {than}, as on {links} from {hosts[0]} to {hosts[1]}"
-            return f"all that rank {verdict.ranks[0]} {direction.value} takes up to {factor:.1f} times {than}"
+        case SlowTransfers(direction, factor, baseline, hosts, links):
+            than = "as on other links" if baseline is Baseline.OTHER_LINKS else "per byte as before"
+            than = f"{factor:.1f} times as long {than}"
+            if direction is not Direction.LINK or verdict.link is None:
+                return f"all that rank {verdict.ranks[0]} {direction.value} takes up to {than}"
+            link = f"from rank {verdict.link[0]} to rank {verdict.link[1]}"
+            if len(links) > 1:
+                return f"{len(links)} links from {hosts[0]} to {hosts[1]}, such as {link}, take up to {than}"
+            return f"{link} takes {than}"
         case SilentLinks(links):
             named = ", ".join(f"from rank {there} to rank {here}" for here, there in links[:4])
             return f"no acknowledgement arrives {named}" + (f" and on {len(links) - 4} more links" if len(links) > 4 else "")

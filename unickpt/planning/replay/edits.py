@@ -211,17 +211,17 @@ def transfers_of_link(graph: Graph, pair: tuple[int, int]) -> Ints:
     return np.flatnonzero((ends == np.sort(pair)).all(axis=1))
 
 
-def with_link_like_others(now: Durations, graph: Graph, pair: tuple[int, int]) -> Durations | None:
-    """The transfers between two global ranks are like others of their class; None without transfers, or without others."""
-    here = transfers_of_link(graph, pair)
+def with_links_like_others(now: Durations, graph: Graph, pairs: Sequence[tuple[int, int]]) -> Durations | None:
+    """The transfers of pairs of global ranks are like others of their class; None without transfers, or without others."""
+    here = np.concatenate([transfers_of_link(graph, pair) for pair in pairs])
     parties, kinds = parties_of_transfers(graph), class_of_transfers(graph)
-    took = like_other_parties(now.took_ns, int(parties[here[0]]), parties, kinds) if len(here) else None
+    took = like_other_parties(now.took_ns, np.unique(parties[here]), parties, kinds) if len(here) else None
     return None if took is None else replace(now, took_ns=took)
 
 
-def like_other_parties(took_ns: Floats, party: int, parties: Ints, kinds: Ints) -> Floats | None:
-    """Return the durations with one communicator or pair like the others of its class; None if there are no others."""
-    here = parties == party
+def like_other_parties(took_ns: Floats, chosen: Ints, parties: Ints, kinds: Ints) -> Floats | None:
+    """Return the durations with some communicators or pairs like the others of their class; None if there are no others."""
+    here = np.isin(parties, chosen)
     out, changed = took_ns.copy(), False
     for kind in np.unique(kinds[here]).tolist():
         rest = took_ns[(kinds == kind) & ~here]

@@ -243,7 +243,7 @@ def _each_party(model: ReplayModel, *, pairs: bool) -> Iterator[tuple[str, Durat
     excess = np.bincount(parties, np.maximum(model.now.took_ns - edits.like_class(graph, model.now.took_ns), 0.0) * counted)
     for party in _most(excess):
         here = np.flatnonzero((parties == party) & counted)
-        took = edits.like_other_parties(model.now.took_ns, party, parties, kinds) if len(here) else None
+        took = edits.like_other_parties(model.now.took_ns, np.array([party]), parties, kinds) if len(here) else None
         if took is None:
             continue
         yield _party_name(trace, call[here[0]], pairs=pairs), Durations(model.now.own_ns, took)
@@ -318,7 +318,7 @@ def _asked(model: ReplayModel, others_ns: Floats, questions: Questions) -> Itera
     for rank in questions.like_peers:
         yield f"rank {rank} like its peers", edits.with_ranks(now, pieces, others_ns, place(rank))
     for pair in questions.links:
-        changed = edits.with_link_like_others(now, model.graph, pair)
+        changed = edits.with_links_like_others(now, model.graph, [pair])
         if changed is None:
             there = len(edits.transfers_of_link(model.graph, pair)) > 0
             known = "no other pair makes transfers of this size" if there else "the ranks make no point-to-point transfers"

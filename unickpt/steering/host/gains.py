@@ -9,8 +9,8 @@ from unickpt.base.errors import UnickptError
 from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
 
-# snapshot, ranks at fault, link -> fraction of a step, 0 to 1. It raises UnickptError if the snapshot does not tell.
-PredictGain = Callable[[Snapshot, Sequence[int], tuple[int, int] | None], float]
+# snapshot, ranks at fault, links at fault -> fraction of a step, 0 to 1. It raises UnickptError if the snapshot does not tell.
+PredictGain = Callable[[Snapshot, Sequence[int], Sequence[tuple[int, int]]], float]
 ASK_S = 10.0  # between two predictions for one verdict
 SHARE = 50.0  # predictions take at most one part of so many of the time
 
@@ -29,13 +29,13 @@ class Gains:
         self._free_s = 0.0  # no prediction before this time
 
     def of(self, verdict: Verdict, snapshot: Snapshot) -> float | None:
-        """Return the predicted gain of taking out the ranks or the link of a verdict; None if it is unknown."""
+        """Return the predicted gain of taking out the ranks or the links of a verdict; None if it is unknown."""
         begin = self._clock()
         asked_s, gain = self._known.get(verdict.key, (float("-inf"), None))
         if self._predict is None or begin < max(asked_s + ASK_S, self._free_s):
             return gain
         try:
-            gain = self._predict(snapshot, verdict.ranks, verdict.link)
+            gain = self._predict(snapshot, verdict.ranks, verdict.links)
         except UnickptError:
             gain = None
         end = self._clock()

@@ -335,11 +335,11 @@ class Watcher:
                 print(json.dumps(report_as_json(report)), flush=True)
 
 
-def _predicted(snapshot: Snapshot, ranks: Sequence[int], link: tuple[int, int] | None) -> float:
+def _predicted(snapshot: Snapshot, ranks: Sequence[int], links: Sequence[tuple[int, int]]) -> float:
     """Replay the newest steps. The replay is imported only when a rank is slow."""
     from unickpt.planning.replay.eviction import predicted_gain
 
-    return predicted_gain(snapshot, ranks, link)
+    return predicted_gain(snapshot, ranks, links)
 
 
 def main() -> None:

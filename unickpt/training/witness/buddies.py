@@ -78,10 +78,12 @@ class Buddies(Generic[R]):
 
     def _check(self, step: int, turn: int) -> list[Verdict] | None:
         case, why = self.tap.take()
-        taken = self._ranks.gather(torch.tensor([case is None, 0 if case is None else len(case.values)]).long())
+        own = [case is None, 0 if case is None else len(case.values), bool(why) or self._kind not in _OPTIONAL]
+        taken = self._ranks.gather(torch.tensor(own).long())
         if bool(taken[:, 0].any()):
-            if self._kind not in _OPTIONAL:
-                self._stop(why or "it cannot be repeated on another rank")
+            if bool((taken[:, 0] & taken[:, 2]).any()):
+                said = next(filter(None, self._ranks.gather_objects(why)), "it cannot be repeated on another rank")
+                self._stop(said)
             return None
         assert case is not None
         width = int(taken[:, 1].max())

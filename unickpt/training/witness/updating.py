@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,7 @@ class StepTap:
         self._seen = 0  # ranges of this step
         self._chance = random.Random(0)
         self._step: _Step | None = None
+        self._failed = ""  # why nothing was recorded
         self._device = torch.device("cpu")
         self._hooks = [each.register_step_pre_hook(self._before) for each in optimizers]
         self._hooks += [each.register_step_post_hook(self._after) for each in optimizers]
@@ -95,13 +97,17 @@ class StepTap:
 
     def arm(self, turn: int) -> None:
         """Record the next step. ``turn``: number of the check, on which the choice depends."""
-        self._held, self._seen, self._step = self._ranges(), 0, None
+        self._held, self._seen, self._step, self._failed = (), 0, None, ""
         self._chance = random.Random(turn * 100_003 + self._rank)
+        with self._noting():
+            self._held = self._ranges()
 
     def take(self) -> tuple[Case | None, str]:
-        """Return the recorded step; None if there was none, such as one that a loss scaler has left out."""
+        """Return the recorded step; None if there was none, such as one that a loss scaler has left out, or why it failed."""
         step, self._step, self._held = self._step, None, ()
-        return (None if step is None or not step.after else Case(step.before, step.after, step.chosen.what)), ""
+        if self._failed or step is None or not step.after:
+            return None, self._failed
+        return Case(step.before, step.after, step.chosen.what), ""
 
     def repeat(self, data: bytes) -> tuple[int, ...]:
         """Return the hash of the values of a step, computed here."""
@@ -114,7 +120,19 @@ class StepTap:
         optimizer.step()
         return (_hash(parameter.detach(), optimizer.state[parameter], len(weight), slice(None)),)
 
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Let no error reach the program, such as that of a device without memory: other ranks would wait for this one."""
+        try:
+            yield
+        except Exception as err:
+            self._held, self._failed = (), f"a step cannot be recorded: {type(err).__name__}: {err}"
+
     def _before(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        with self._noting():
+            self._choose(optimizer)
+
+    def _choose(self, optimizer: torch.optim.Optimizer) -> None:
         """Choose a range, each with equal probability, even if the optimizer steps in several calls."""
         if not self._held or getattr(optimizer, "grad_scale", None) is not None:
             return
@@ -161,7 +179,8 @@ class StepTap:
             return
         parameter, part = step.chosen.stepped, slice(step.chosen.lo, step.chosen.hi)
         weight = local(parameter)
-        step.after = (_hash(weight, optimizer.state.get(parameter, {}), weight.numel(), part),)
+        with self._noting():
+            step.after = (_hash(weight, optimizer.state.get(parameter, {}), weight.numel(), part),)
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from unickpt.training.witness import updating
 from unickpt.training.witness.updating import ELEMENTWISE, Range, StepTap, unsuited
 
 OPTIONS: dict[type, dict[str, Any]] = {
@@ -106,4 +107,41 @@ def test_of_several_optimizers_each_is_recorded_at_times() -> None:
         assert tap.repeat(case.data) == case.values
         whats.add(case.what)
     assert whats == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    tap.close()
+
+
+def test_an_error_while_a_step_is_recorded_does_not_reach_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of a device whose memory is full."""
+    model, optimizer, tap = trained(torch.optim.AdamW, torch.float32, 1 << 20)
+    whole = updating._hash
+    for name in ("_cut", "_hash"):
+
+        def full(*_: Any) -> Any:
+            raise RuntimeError("out of memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(updating, name, full)
+            tap.arm(1)
+            step(model, optimizer)
+            assert tap.take() == (None, "a step cannot be recorded: RuntimeError: out of memory")
+    assert updating._hash is whole
+    tap.arm(2)
+    step(model, optimizer)
+    case, why = tap.take()
+    assert case is not None
+    assert why == ""
+    tap.close()
+
+
+def test_an_error_that_finds_nothing_to_step_on_is_told_after_the_step() -> None:
+    model, optimizer, tap = trained(torch.optim.SGD, torch.float32, 1 << 20)
+    tap.close()
+
+    def gone() -> list[Range]:
+        raise KeyError("a parameter")
+
+    tap = StepTap([optimizer], gone, 0)
+    tap.arm(1)
+    step(model, optimizer)
+    assert tap.take() == (None, "a step cannot be recorded: KeyError: 'a parameter'")
     tap.close()
