@@ -44,7 +44,7 @@ def save_one(folder: Path, layout: Layout) -> None:
     before = job.train(STEPS_BEFORE)
     megatron_unickpt.save(folder / layout.name, job.chunks, job.optimizer, iteration=job.step, extra={"note": layout.name})
     truth = consolidated(job, folder / "scratch")
-    groups = job.hyperparameters()
+    groups = _groups(job)
     after = job.train(STEPS_AFTER)
     moved = moved_losses(job, folder / layout.name, len(before), STEPS_AFTER)
     if dist.get_rank() == 0:
@@ -61,7 +61,7 @@ def load_one(folder: Path, source: Layout, target: Layout, seed: int) -> dict[st
     state = consolidated(job, folder / "scratch")
     record = json.loads((folder / f"{source.name}.json").read_text())
     problems = [] if found["extra"] == {"note": source.name} else [f"extra is {found['extra']}"]
-    problems += _group_differences(record["groups"], job.hyperparameters())
+    problems += _group_differences(record["groups"], _groups(job))
     losses = job.train(STEPS_AFTER)
     if state is None or report is None:
         return None
@@ -73,6 +73,14 @@ def load_one(folder: Path, source: Layout, target: Layout, seed: int) -> dict[st
 def _is_odd(entry: Any) -> bool:
     """Return a tensor that was left out although both jobs have the same model."""
     return entry.outcome == "left out" and entry.state != "object"
+
+
+def _groups(job: Job) -> list[dict[str, Any]]:
+    """Return the parameter groups of all ranks. On a rank without a parameter of a group, fused optimizers count no steps."""
+    pairs = zip(job.hyperparameters(), job.optimizer.param_groups, strict=True)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, [values for values, group in pairs if group["params"]])
+    return [values for some in every for values in some]
 
 
 def _group_differences(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[str]:
