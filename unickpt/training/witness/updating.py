@@ -92,6 +92,7 @@ class StepTap:
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._step, self._held = None, ()
         for hook in self._hooks:
             hook.remove()
 
@@ -118,7 +119,7 @@ class StepTap:
         optimizer.param_groups[0].update(options)
         optimizer.state[parameter] = state
         optimizer.step()
-        return (_hash(parameter.detach(), optimizer.state[parameter], len(weight), slice(None)),)
+        return (_hash(parameter.detach(), optimizer.state[parameter], weight.numel(), slice(None)),)
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:

@@ -145,3 +145,30 @@ def test_an_error_that_finds_nothing_to_step_on_is_told_after_the_step() -> None
     step(model, optimizer)
     assert tap.take() == (None, "a step cannot be recorded: KeyError: 'a parameter'")
     tap.close()
+
+
+def test_odd_parameters_of_an_optimizer_are_repeated() -> None:
+    """One number, none, columns of a larger tensor, one that two modules share, and a frozen one, which has no gradient."""
+    shared = torch.nn.Parameter(torch.randn(5, 3))
+    columns = torch.nn.Parameter(torch.randn(6, 4).t())
+    some = [torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.empty(0)), columns, shared]
+    frozen = torch.nn.Parameter(torch.randn(4), requires_grad=False)
+    optimizer = torch.optim.AdamW([*some, frozen], lr=0.1)
+    tap = StepTap(
+        [optimizer],
+        lambda: [Range(each, str(each.shape), 0, each.numel()) for each in optimizer.param_groups[0]["params"] if each.numel()],
+        0,
+    )
+    whats = set()
+    for turn in range(30):
+        tap.arm(turn)
+        (some[0] * columns.sum() + (shared @ shared.t()).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        case, why = tap.take()
+        assert why == ""
+        assert case is not None
+        assert tap.repeat(case.data) == case.values
+        whats.add(case.what)
+    assert whats == {str(each.shape) for each in (some[0], columns, shared)}
+    tap.close()
