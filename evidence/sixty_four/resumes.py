@@ -4,7 +4,9 @@
 
 Of each source: steps, a save, more steps. Of each pair: a job of another seed, the load, a comparison of all states with those
 at the save, and steps, whose losses must be those of the source up to rounding. The models are tiny, and two cores run all
-ranks, so the seconds are no measure. ``--ranks 16`` has the same layouts with a quarter of the data-parallel ranks.
+ranks, so the seconds are no measure. ``--ranks 16`` has the same layouts with a quarter of the data-parallel ranks. Groups of
+gloo connect two ranks when these first exchange something (``TORCH_GLOO_LAZY_INIT``): Megatron's experts have 37 groups in each
+rank, and connecting all ranks of each takes most of the time.
 
 ``results/sixty-four.json`` keeps the rows of the parts that have run. ``--only`` runs some parts again.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -130,6 +133,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=parts(64))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     every = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     kept = every.setdefault(str(args.ranks), {})
     for name, part in parts(args.ranks).items():
