@@ -77,7 +77,7 @@ class Buddies(Generic[R]):
             return None
 
     def _check(self, step: int, turn: int) -> list[Verdict] | None:
-        case, why = self.tap.take()
+        case, why = self._taken()
         own = [case is None, 0 if case is None else len(case.values), bool(why) or self._kind not in _OPTIONAL]
         taken = self._ranks.gather(torch.tensor(own).long())
         if bool(taken[:, 0].any()):
@@ -107,6 +107,13 @@ class Buddies(Generic[R]):
         named = self._names((every != every[:1]).any(0), case)
         found = [self._vote(unit, every, by, named, step) for unit in suspects]
         return [each for each in found if each is not None]
+
+    def _taken(self) -> tuple[Case | None, str]:
+        """Return what this rank has recorded. An error would leave the other ranks waiting."""
+        try:
+            return self.tap.take()
+        except Exception as err:  # of any object that the program passes to its model, or of a machine without memory
+            return None, f"what was recorded cannot be sent to another rank: {type(err).__name__}: {err}"
 
     def _repeated(self, case: Case, by: dict[int, int]) -> tuple[int, ...]:
         """Send the case to the rank that repeats it, and return what this rank finds of the case that it gets."""

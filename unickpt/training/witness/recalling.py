@@ -23,7 +23,7 @@ class Kept:
     """A micro-batch.
 
     Attributes:
-        begun: what its forward pass starts from; None: its input is too large to be kept.
+        begun: what its forward pass starts from; None: its input cannot be kept, because it is too large, for one.
         marks: counters of writes of the tensors in it.
         of_output: gradients of the tensors of its output, by their number.
         large: a gradient of an output is too large to be kept.
@@ -91,12 +91,16 @@ class Recalled:
     def _begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self.tap.repeats or not module.training or not torch.is_grad_enabled():
             return
-        begun = self.tap.begun(args, kwargs, self._copies(module))
-        tensors = list(_tensors((args, kwargs, begun.received)))
-        if not self._fits(tensors):
+        try:
+            self._kept.append(self._noted(self.tap.begun(args, kwargs, self._copies(module))))
+        except Exception:  # such as that of a device without memory: the program must not notice
             self._kept.append(Kept(None))
-            return
-        self._kept.append(Kept(begun, [(each, each._version) for each in tensors]))
+
+    def _noted(self, begun: Begun) -> Kept:
+        tensors = list(_tensors((begun.args, begun.kwargs, begun.received)))
+        if not self._fits(tensors):
+            return Kept(None)
+        return Kept(begun, [(each, each._version) for each in tensors])
 
     def _fits(self, tensors: list[torch.Tensor]) -> bool:
         size = sum(each.numel() * each.element_size() for each in tensors)

@@ -323,7 +323,10 @@ class Tap:
         if at in recording.of_output or recording.task not in (-1, now) or recording.other_task == now:
             recording.unsuited = _SEVERAL
         recording.task, recording.running = now, True
-        recording.of_output[at] = gradient.detach().clone()
+        try:
+            recording.of_output[at] = gradient.detach().clone()
+        except Exception as err:  # such as that of a device without memory
+            recording.unsuited = f"the gradient of the output of the model cannot be kept ({err})"
 
     def _of_other(self, recording: _Recording, _gradient: torch.Tensor) -> None:
         """The backward pass of another micro-batch has begun."""

@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from unickpt.training.witness.cases import Case
+from unickpt.training.witness.recalling import Recalled
 from unickpt.training.witness.repeating import Tap
 from unickpt.training.witness.surroundings import Surroundings
 
@@ -211,6 +212,53 @@ def test_what_is_frozen_later_or_has_no_hash_does_not_hinder_training(model: Mod
     found, why = other.take()
     assert found is None
     assert why.startswith("the gradient of weight has no hash (")
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("out of memory")
+
+
+def test_a_device_without_memory_does_not_hinder_training(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    tap, sound = tap_of(model), model.state_dict()["first.weight"].clone()
+    for pass_ in ("forward", "backward"):
+        tap.arm()
+        with monkeypatch.context() as patch:
+            if pass_ == "forward":
+                patch.setattr(torch.Tensor, "clone", full)
+            loss = forward(model)
+            patch.setattr(torch.Tensor, "clone", full)
+            loss.backward()
+        case, why = tap.take()
+        assert case is None
+        assert "out of memory" in why
+        assert all(each.grad is not None for name, each in model.named_parameters() if "unused" not in name)
+    assert torch.equal(model.first.weight, sound)
+    tap.arm()
+    forward(model).backward()
+    recorded(tap)
+
+
+def test_what_cannot_be_kept_of_a_micro_batch_does_not_hinder_training(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    recalled = Recalled(tap_of(model))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", full)
+        forward(model).backward()
+    forward(model).backward()
+    assert [recalled.data(number) != b"" for number in range(2)] == [False, True]
+
+
+def test_an_input_whose_writes_torch_does_not_count_does_not_hinder_training() -> None:
+    class Masked(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(x) if mask is None else super().forward(x) * mask.tolist()[0]
+
+    masked = Masked(2, 2)
+    recalled = Recalled(Tap(masked, dict(masked.named_parameters())))
+    with torch.inference_mode():
+        mask = torch.ones(1)
+    masked(torch.ones(1, 2), mask).sum().backward()
+    masked(torch.ones(1, 2)).sum().backward()
+    assert [recalled.data(number) != b"" for number in range(2)] == [False, True]
 
 
 def test_a_repetition_keeps_no_gradient(model: Model) -> None:
