@@ -66,7 +66,7 @@ def contribution(
         share: divide equal copies among the data parallel ranks. False: the first rank writes them.
         directory: of the checkpoint. Its name has the step if the common state has none.
     """
-    leaves = list(sharded_tensors.walk(state, later=False))
+    leaves = sharded_tensors.walk(state, later=False)
     found, parts = list(sharded_tensors.sharded_among(leaves)), _parts_among(leaves)
     later = [leaf for leaf in leaves if isinstance(leaf, LaterTensors)]
     if len(later) != len(parts):  # the caller has made another state dict of it
@@ -106,7 +106,8 @@ def _described(
     earlier = None if read is None else known.bound(read, parts)
     if read is not None and earlier is not None:
         held = description(read.changing, share=share, steady=True)
-        return held.shards(), list(dict.fromkeys([*earlier[1], *held.tensors])), earlier[0], None
+        tensors = list(dict.fromkeys([*earlier[1], *held.tensors]) if held.tensors else earlier[1])
+        return held.shards(), tensors, earlier[0], None
     states = [FoundItem(item, item.data) for each in later for item in each.values()]
     everything = [*found, *states]
     held = description(everything, share=share, steady=steady)

@@ -79,7 +79,7 @@ class Restore:
 
     def request(self, tree: Any) -> Planned:
         """Plan the read of every sharded tensor of a tree, and read its objects. Raises as ``plan`` and ``objects``."""
-        leaves = list(sharded_tensors.walk(tree))
+        leaves = sharded_tensors.walk(tree)
         # names and shapes first: their error says more than that of an object if the model differs
         planned = self.plan([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
         self._tree, self._objects = tree, self.objects(leaf for leaf in leaves if isinstance(leaf, ShardedObject))

@@ -253,6 +253,8 @@ def default_store() -> Any:
 
 def dequantized(data: torch.Tensor) -> torch.Tensor:
     """Return an fp8 tensor of TransformerEngine in high precision, and any other tensor unchanged."""
+    if type(data) in (torch.nn.Parameter, torch.Tensor):
+        return data
     try:
         from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
     except ImportError:

@@ -7,7 +7,7 @@ Follows megatron-core 0.12 to 0.19 and the development branch: ``optimizer/optim
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ _MASTER = "master_param"  # of the states of FusedAdam
 _TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class HeldRange:
     """A flat range of a local model parameter, and the state of this rank's optimizer for it.
 
@@ -308,15 +308,15 @@ def _fill_distributed(leaf: Leaf, masters_of: Collection[int] | None) -> None:
     for per_dtype in optimizer.gbuf_ranges:
         for bucket in itertools.chain.from_iterable(per_dtype.values()):
             ranges |= {id(parameter): found["param"] for parameter, found in bucket["param_map"].items()}
-    groups = optimizer.optimizer.param_groups
+    groups, scaled = optimizer.optimizer.param_groups, _precision_aware(optimizer)
     for models, shards in _shards(optimizer):
         for group, parameters, held in zip(groups, models, shards, strict=True):
             for parameter, shard in zip(parameters, held, strict=True):
                 if masters_of is not None and id(parameter) not in masters_of:
                     continue
                 part = ranges[id(parameter)]
-                found = _states_of(leaf, shard, master_alone=masters_of is not None)
-                leaf.held.append(HeldRange(parameter, part.start, part.end, *found, group=group, instance=leaf.instance))
+                found = _states_of(leaf, shard, scaled=scaled, master_alone=masters_of is not None)
+                leaf.held.append(HeldRange(parameter, part.start, part.end, *found, group, leaf.instance))
     here = {id(h.parameter) for h in leaf.held}
     for buffer in optimizer.buffers:
         leaf.elsewhere += [p for p in buffer.params if id(p) not in here]
@@ -324,15 +324,15 @@ def _fill_distributed(leaf: Leaf, masters_of: Collection[int] | None) -> None:
 
 def _fill_plain(leaf: Leaf, masters_of: Collection[int] | None, *, sharded: bool) -> None:
     """Yield the whole local parameters of ``Float16OptimizerWithFloat16Params`` and ``FP32Optimizer``."""
-    model_of = _model_of(leaf.optimizer)
+    model_of, scaled = _model_of(leaf.optimizer), _precision_aware(leaf.optimizer)
     for group in leaf.inner.param_groups:
         for stepped in group["params"]:
             parameter = model_of.get(id(stepped), stepped)
             if masters_of is not None and id(parameter) not in masters_of:
                 continue
             instance = 0 if sharded else None
-            found = _states_of(leaf, stepped, master_alone=masters_of is not None)
-            leaf.held.append(HeldRange(parameter, 0, parameter.numel(), *found, group=group, instance=instance))
+            found = _states_of(leaf, stepped, scaled=scaled, master_alone=masters_of is not None)
+            leaf.held.append(HeldRange(parameter, 0, parameter.numel(), *found, group, instance))
 
 
 def _precision_aware(optimizer: Any) -> bool:
@@ -345,13 +345,20 @@ def _precision_aware(optimizer: Any) -> bool:
 
 
 def _states_of(
-    leaf: Leaf, stepped: torch.Tensor, *, master_alone: bool = False
+    leaf: Leaf, stepped: torch.Tensor, *, scaled: bool, master_alone: bool = False
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, Any], dict[str, torch.Tensor]]:
-    """Return main, states, scalars and others of a parameter (see ``HeldRange``); of ``master_alone`` the main only."""
+    """Return main, states, scalars and others of a parameter (see ``HeldRange``).
+
+    Args:
+        leaf: the optimizer.
+        stepped: tensor in its groups.
+        scaled: the optimizer is precision-aware.
+        master_alone: return the main only.
+    """
     copy = leaf.copies.get(id(stepped))
     state = leaf.inner.state.get(stepped, {}) if copy is None else copy.state
     main = stepped if copy is None else copy.stepped
-    scaled = _precision_aware(leaf.optimizer) and copy is None
+    shape = stepped.shape
     tensors: dict[str, torch.Tensor] = {}
     others: dict[str, torch.Tensor] = {}
     scalars: dict[str, Any] = {}
@@ -361,10 +368,10 @@ def _states_of(
         if not isinstance(value, torch.Tensor):
             if isinstance(value, (int, float, bool)):
                 scalars[key] = value
-        elif value.shape == stepped.shape and key != "step":
+        elif key != "step" and value.shape == shape:
             if not value.is_contiguous() and key in state:  # of SOAP: boxes of a state are views of it
                 value = state[key] = value.contiguous()
-            tensors[key] = leaf.inner.get_unscaled_state(stepped, key) if scaled else value
+            tensors[key] = leaf.inner.get_unscaled_state(stepped, key) if scaled and copy is None else value
         elif value.dim() == 0 or key == "step":
             scalars[key] = value
         elif value.numel():
@@ -376,8 +383,15 @@ def _states_of(
     return main, tensors, scalars, others
 
 
-def _one_by_one(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a parameter's state. Those of a list have its name and their number, such as ``GG_0``."""
+def _one_by_one(state: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Return the values of a parameter's state. Those of a list have its name and their number, such as ``GG_0``."""
+    for value in state.values():
+        if isinstance(value, (list, tuple)):
+            return _listed(state)
+    return state.items()
+
+
+def _listed(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in state.items():
         if isinstance(value, (list, tuple)):
             yield from ((f"{key}_{at}", each) for at, each in enumerate(value))

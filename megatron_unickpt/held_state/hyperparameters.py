@@ -89,7 +89,7 @@ def record_of(part: OptimizerPart, *, alone: bool = True) -> OptimizerRecord | N
             step = {"step": group["step"]} if "step" in group else {}
             for held in members:
                 each = {key: _number(value) for key, value in (step | held.scalars).items()}
-                same = tuple((key, type(value), repr(value)) for key, value in each.items())
+                same = (*each, *map(type, each.values()), *map(repr, each.values()))
                 scalars.setdefault(same, (each, []))[1].extend(of[id(held.parameter)])
     if not part.leaves or not (alone or groups):
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 from weakref import WeakSet
 
@@ -17,9 +18,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_unickpt.framework import internals
 from megatron_unickpt.held_state.hyperparameters import Named, OptimizerPart
-from megatron_unickpt.held_state.sharded_tensors import WEIGHT, FoundItem, StateTensor, tensor_of
+from megatron_unickpt.held_state.sharded_tensors import WEIGHT, FoundItem, tensor_of
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.save.kept import BoundShards, Facts, Keeper, KeptFacts
+
+_facts = attrgetter(
+    "key", "global_shape", "global_offset", "local_shape", "prepend_axis_num", "replica_id", "dtype", "flattened_range"
+)  # fmt: skip
 
 
 @dataclass
@@ -68,20 +73,19 @@ class ReadState:
         values: list[Any] = [share, *(internals.data_parallel_ranks(expert=expert) for expert in (False, True))]
         plain = True
         for each in found:
-            item, is_parameter = each.item, isinstance(each.origin, torch.nn.Parameter)
+            item, origin = each
             if not isinstance(item, ShardedTensor):
                 continue
+            is_parameter = isinstance(origin, torch.nn.Parameter)
             name, state = names.named(item)
             if state == WEIGHT and not is_parameter and name not in mastered:
                 changing.append(each)
                 continue
-            flat = item.flattened_range
-            values.append((
-                item.key, item.global_shape, item.global_offset, item.local_shape, item.prepend_axis_num, item.replica_id,
-                item.dtype, None if flat is None else (flat.start, flat.stop), item.data is None,
-                isinstance(item, StateTensor) and item.replicated, is_parameter and getattr(each.origin, "allreduce", True),
-            ))  # fmt: skip
-            objects.append(each.origin if is_parameter else None)
+            values += (
+                _facts(item), item.data is None, getattr(item, "replicated", False),
+                is_parameter and getattr(origin, "allreduce", True),
+            )  # fmt: skip
+            objects.append(origin if is_parameter else None)
             if item.data is not None:
                 plain = plain and internals.dequantized(item.data) is item.data
                 data.append(item.data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -227,10 +228,19 @@ def _warn_of_opaque(encoded: objects.Encoded, where: str) -> None:
 
 def _object_shards(value: Any, key: str, prefix: str) -> list[Shard]:
     """Return the shards of an object outside the manifest: its JSON as a byte tensor, and the tensors extracted from it."""
+    if value is None:
+        return [_nothing(key)]
     encoded = objects.encode(value, prefix=prefix)
     _warn_of_opaque(encoded, f" in {key}")
     text = bytearray(json.dumps(encoded.value).encode())
     return _tensor_shards({key: torch.frombuffer(text, dtype=torch.uint8), **encoded.tensors})
+
+
+@lru_cache(maxsize=4096)
+def _nothing(key: str) -> Shard:
+    """Return the shard of a None, which many modules of Megatron have as extra state. Nothing writes to its bytes."""
+    (shard,) = _tensor_shards({key: torch.frombuffer(bytearray(b"null"), dtype=torch.uint8)})
+    return shard
 
 
 def _tensor_shards(tensors: dict[str, torch.Tensor]) -> list[Shard]:
