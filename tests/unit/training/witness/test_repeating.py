@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from unickpt.training.witness.agreeing import Ranks
+from unickpt.training.witness.buddies import Buddies
 from unickpt.training.witness.cases import Case
 from unickpt.training.witness.recalling import Recalled
 from unickpt.training.witness.repeating import Tap
@@ -245,6 +247,18 @@ def test_what_cannot_be_kept_of_a_micro_batch_does_not_hinder_training(model: Mo
         forward(model).backward()
     forward(model).backward()
     assert [recalled.data(number) != b"" for number in range(2)] == [False, True]
+
+
+def test_a_recorded_micro_batch_that_cannot_be_sent_leaves_no_rank_waiting(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tap = tap_of(model)
+    check = Buddies(tap, Ranks(None, torch.device("cpu"), 0, (0,), ("a",)))
+    tap.arm()
+    forward(model).backward()
+    monkeypatch.setattr(torch, "save", full)
+    assert check.check(1, 0) is None
+    assert check.off == "what was recorded cannot be sent to another rank: OutOfMemoryError: out of memory"
 
 
 def test_an_input_whose_writes_torch_does_not_count_does_not_hinder_training() -> None:
