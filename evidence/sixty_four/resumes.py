@@ -74,12 +74,16 @@ def parts(ranks: int) -> dict[str, Part]:
     context = (f"gpt-tp2pp2cp2dp{ranks // 8}-dist", f"gpt-tp2pp2dp{fewer // 4}-dist")
     moe = (f"moe-ep4dp{ranks}-dist", f"moe-tp2ep2dp{fewer // 2}-dist")
 
-    def megatron(*names: str) -> Part:
+    def megatron(*names: str, memory: bool = False) -> Part:
         sizes = {"BATCH": batch, "LAYERS": 2} if names == moe else {"BATCH": fewer, "LAYERS": 8}
-        return Part(MEGATRON, (), onward(*map(Megatron.parse, names)), pairs.by_moved_weights, sizes)
+        loaded = onward(*map(Megatron.parse, names))
+        return Part(MEGATRON, ("--memory",) * memory, loaded, pairs.by_moved_weights, sizes)
 
     return {
         "zero": Part(DEEPSPEED, ("zero",), zero, pairs.between_dtypes, {"BATCH": batch}),
+        "zero-memory": Part(
+            DEEPSPEED, ("zero", "--memory"), onward(Zero(1, ranks), Zero(3, fewer)), pairs.between_dtypes, {"BATCH": batch},
+        ),
         "mpu": Part(DEEPSPEED, ("mpu",), mpu, sizes={"BATCH": 2 * fewer}),
         "experts": Part(
             DEEPSPEED, ("experts",), experts, sizes={"BATCH": batch, "FIRST_EXPERTS": 8, "SECOND_EXPERTS": 24},
@@ -93,6 +97,7 @@ def parts(ranks: int) -> dict[str, Part]:
             {"BATCH": batch},
         ),
         "megatron": megatron(*dense),
+        "megatron-memory": megatron(*dense[:2], memory=True),
         "megatron-context": megatron(*context),
         "megatron-experts": megatron(*moe),
     }  # fmt: skip

@@ -3,6 +3,7 @@
 A worker does that in a folder: ``pairs_worker.py`` of ``tests/jobs/deepspeed``, ``megatron`` or ``torch``. It reads
 ``pairs.json``. Of each source it writes ``SOURCE.json``, an object with ``losses``. In the files ``results-*.json`` it writes
 lists of objects, of each pair one: ``source``, ``target``, ``problems`` (differences after the load) and ``losses`` (after it).
+With ``--memory`` the sources are saved in the memory of ``HOSTS`` hosts, whose folders are ``SOURCE.hosts/host*``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tests.support.rounding import limit_of
 
 DEEPSPEED, MEGATRON = "tests.jobs.deepspeed.pairs_worker", "tests.jobs.megatron.pairs_worker"
 TORCH = "tests.jobs.torch.pairs_worker"
+HOSTS = 8
 STEPS = (3, 2)  # of a source before its save, and of sources and targets after the save and the load
 Layout = Any  # a frozen dataclass with ``name``, ``world``, and what the measure of its rounding reads
 Pairs = Sequence[tuple[Layout, Layout]]
@@ -40,6 +42,13 @@ def run(
     """Save all sources, then load them. ``arguments`` follow the folder. ``sizes``: see ``tests.jobs.sizes``."""
     write(pairs, folder)
     fork_ranks(ranks, worker, str(folder), *arguments, timeout_s=timeout_s, env=sizes)
+
+
+def host_of(folder: Path, source: Layout, rank: int, world: int) -> Path:
+    """Create and return the folder of the host of a rank, in whose memory a source is saved."""
+    place = folder / f"{source.name}.hosts" / f"host{rank * HOSTS // world}"
+    place.mkdir(parents=True, exist_ok=True)
+    return place
 
 
 def part(pairs: Pairs) -> Pairs:

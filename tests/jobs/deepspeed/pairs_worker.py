@@ -1,9 +1,9 @@
 """Forked ranks: save every source layout, then load the sources into every target layout. See ``tests/jobs/pairs.py``.
 
-pairs_worker DIR JOBS [--steps BEFORE AFTER] [--only save|load]
+pairs_worker DIR JOBS [--steps BEFORE AFTER] [--only save|load] [--memory]
 
-JOBS is a key of ``JOBS``. BEFORE and AFTER are the steps of a source before its save, and those after the save and a load. Also
-writes DIR/<layout>/, DIR/<layout>.truth.
+JOBS is a key of ``JOBS``; with ``--memory`` it is ``zero``. BEFORE and AFTER are the steps of a source before its save, and
+those after the save and a load. Also writes DIR/<layout>/, DIR/<layout>.truth.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from tests.jobs.deepspeed import (
 )
 from tests.jobs.deepspeed.jobs import in_a_group
 from tests.jobs.deepspeed.truth import comparable, differences
-from tests.jobs.pairs import STEPS, Layout
+from tests.jobs.pairs import STEPS, Layout, host_of
 from tests.support import deepspeed_imports  # noqa: F401
 from tests.support.turns import forget_garbage, in_turn
+from unickpt.checkpoint.save import shutdown
 from unickpt.testing.launch import leave
 
 JOBS: dict[str, Any] = {
@@ -42,15 +43,24 @@ JOBS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def save_all(jobs: Any, folder: Path, steps: tuple[int, int], layouts: list[Layout]) -> None:
+def in_memory(folder: Path, source: Layout) -> dict[str, Any]:
+    """Return the options of an engine whose checkpoints are in the memory of hosts."""
+    place = host_of(folder, source, dist.get_rank(), dist.get_world_size())
+    return {"unickpt": {"enabled": True, "memory": {"to_disk_every": 1000, "folder": str(place)}}}
+
+
+def save_all(jobs: Any, folder: Path, steps: tuple[int, int], layouts: list[Layout], *, memory: bool) -> None:
     for layout in layouts:
-        engine = jobs.build(layout, seed=1)
+        engine = jobs.build(layout, seed=1, **(in_memory(folder, layout) if memory else {}))
         before = jobs.train(engine, steps[0])
         jobs.mark(engine)
         assert engine.save_checkpoint(str(folder / layout.name), client_state={"note": layout.name}) is True
-        assert engine.checkpoint_engine.last_save is not None, "DeepSpeed has saved by itself"
+        assert memory or engine.checkpoint_engine.last_save is not None, "DeepSpeed has saved by itself"
         truth = jobs.truth_of(engine)
         after = jobs.train(engine, steps[1])
+        if memory:
+            shutdown.finish_all(ending=False)  # of the copies on other hosts
+            engine.checkpoint_engine.memory.saved_to_disk(str(folder / layout.name), 0.0)  # the end writes nothing from memory
         if dist.get_rank() == 0:
             torch.save(truth, folder / f"{layout.name}.truth")
             (folder / f"{layout.name}.json").write_text(json.dumps({"losses": before + after}))
@@ -59,13 +69,14 @@ def save_all(jobs: Any, folder: Path, steps: tuple[int, int], layouts: list[Layo
         forget_garbage()
 
 
-def load_all(jobs: Any, folder: Path, steps: int, targets: list[tuple[Layout, list[Layout]]]) -> None:
+def load_all(jobs: Any, folder: Path, steps: int, targets: list[tuple[Layout, list[Layout]]], *, memory: bool) -> None:
     for seed, (layout, sources) in enumerate(targets, start=20):
-        engine = jobs.build(layout, seed=seed)
+        engine = jobs.build(layout, seed=seed, **(in_memory(folder, sources[0]) if memory else {}))
         results: list[dict[str, Any]] = []
         for source in sources:
             jobs.scramble(engine)
             where, client = engine.load_checkpoint(str(folder / source.name))
+            assert memory == (not list((folder / source.name).glob("*/manifest.json")))
             truth = torch.load(folder / f"{source.name}.truth", weights_only=False)
             expected, found = comparable(*jobs.common(truth, jobs.truth_of(engine)), source, layout)
             problems = differences(expected, found)
@@ -79,7 +90,7 @@ def load_all(jobs: Any, folder: Path, steps: int, targets: list[tuple[Layout, li
                 "report": report.count(),
             })  # fmt: skip
         if dist.get_rank() == 0:
-            (folder / f"results-{layout.name}.json").write_text(json.dumps(results))
+            (folder / f"results-{layout.name}-{seed}.json").write_text(json.dumps(results))
         engine.destroy()
         del engine
         forget_garbage()
@@ -91,6 +102,7 @@ def main() -> None:
     parser.add_argument("jobs", choices=JOBS)
     parser.add_argument("--steps", type=int, nargs=2, default=STEPS)
     parser.add_argument("--only", choices=("save", "load"))
+    parser.add_argument("--memory", action="store_true")
     given = parser.parse_args()
     jobs, folder = JOBS[given.jobs], given.folder
     chosen: dict[Layout, list[Layout]] = {}
@@ -101,10 +113,13 @@ def main() -> None:
     sources = [layout for layout in dict.fromkeys([*chosen, *every]) if layout in every]
     each: list[tuple[int, Any]] = []
     for world in sorted({layout.world for layout in sources}) if given.only != "load" else []:
-        each.append((world, partial(save_all, jobs, folder, given.steps, [s for s in sources if s.world == world])))
+        here = [source for source in sources if source.world == world]
+        each.append((world, partial(save_all, jobs, folder, given.steps, here, memory=given.memory)))
     for world in sorted({layout.world for layout in chosen}) if given.only != "save" else []:
         targets = [(target, found) for target, found in chosen.items() if target.world == world]
-        each.append((world, partial(load_all, jobs, folder, given.steps[1], targets)))
+        if given.memory:  # an engine has one folder of each host
+            targets = [(target, [source]) for target, found in targets for source in found]
+        each.append((world, partial(load_all, jobs, folder, given.steps[1], targets, memory=given.memory)))
     in_turn((world, partial(in_a_group, job)) for world, job in each)
     leave()
 

@@ -1,8 +1,6 @@
 """Forked ranks: save every source layout, then load the sources into the target layouts. See ``tests/jobs/pairs.py``.
 
 pairs_worker DIR [--asynchronous | --memory]    Also writes DIR/<layout>/ and DIR/<layout>.truth
-
---memory    into the memory of eight hosts, whose folders are DIR/<layout>.hosts/<host>; nothing is on disk
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import torch_unickpt
 import torch_unickpt.loading.load_training
 import torch_unickpt.saving.save_training  # once, before the forks
 import unickpt
-from tests.jobs.pairs import Pairs
+from tests.jobs.pairs import Pairs, host_of
 from tests.jobs.torch.layouts import Layout
 from tests.jobs.torch.model import BATCH, Job
 from tests.support.turns import forget_garbage, in_turn
@@ -29,15 +27,13 @@ from unickpt.checkpoint.save import shutdown
 from unickpt.testing.launch import leave
 
 BEFORE, AFTER = 3, 2
-HOSTS = 8
 
 
 def memory_of(folder: Path, saved: Layout) -> torch_unickpt.MemoryOptions | None:
     """Return where a layout is saved in the memory of the host of this rank; None: not in memory."""
     if "--memory" not in sys.argv:
         return None
-    place = folder / f"{saved.name}.hosts" / f"host{dist.get_rank() * HOSTS // dist.get_world_size()}"
-    place.mkdir(parents=True, exist_ok=True)
+    place = host_of(folder, saved, dist.get_rank(), dist.get_world_size())
     return torch_unickpt.MemoryOptions(to_disk_every=1000, folder=str(place))
 
 
