@@ -1,6 +1,6 @@
 """Processor time that the call of an asynchronous save takes in the thread of training, by the number of parameters.
 
-    python -m benchmarks.call_time [--tensors 300 10000] [--frameworks deepspeed megatron torch] [--saves 10] [--out FILE]
+    python -m benchmarks.call_time [--tensors 300 10000] [--frameworks deepspeed megatron torch] [--saves 10] [--mib 16]
 
 One process per row: one rank without a GPU, tiny layers, Adam. DeepSpeed is ZeRO-1 in fp32, Megatron its GPT in bf16 with the
 distributed optimizer, torch is ``save_training`` of a plain module. Of Megatron's call, its own ``sharded_state_dict`` of the
@@ -27,7 +27,6 @@ from typing import Any
 from benchmarks.measure import machine, publish
 
 REPO = Path(__file__).resolve().parent.parent
-_BYTES = 16 << 20  # of the parameters and their states together, so that a save copies behind training
 _WARM = 3  # saves that do not count
 FRAMEWORKS = ("deepspeed", "megatron", "torch")
 _STEPS = 1000  # more parameters: a step after every fifth save
@@ -38,16 +37,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tensors", nargs="+", type=int, default=[300, 10_000])
     parser.add_argument("--frameworks", nargs="+", default=list(FRAMEWORKS), choices=FRAMEWORKS)
     parser.add_argument("--saves", type=int, default=10, help="that count")
+    parser.add_argument("--mib", type=int, default=16, help="of the parameters and their states together")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def model_of(tensors: int) -> Any:
-    """Return a module with about so many parameters, three in a layer, of ``_BYTES`` with the states of Adam."""
+def model_of(tensors: int, size_bytes: int) -> Any:
+    """Return a module with about so many parameters, three in a layer, of this size with the states of Adam."""
     import torch
 
-    size = max(_BYTES // 12 // tensors, 8)
+    size = max(size_bytes // 12 // tensors, 8)
 
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
@@ -79,14 +79,14 @@ class Job:
     theirs: list[float] = field(default_factory=list)
 
 
-def deepspeed_job(tensors: int) -> Job:
+def deepspeed_job(tensors: int, size_bytes: int) -> Job:
     port = str(29_500 + os.getpid() % 10_000)
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
     import torch
 
-    model = model_of(tensors)
+    model = model_of(tensors, size_bytes)
     deepspeed.init_distributed("gloo", verbose=False)
     config = {
         "train_batch_size": 1,
@@ -107,7 +107,7 @@ def deepspeed_job(tensors: int) -> Job:
     return Job(_count(model), step, lambda place: engine.save_checkpoint(str(place.parent), tag=place.name), finish)
 
 
-def megatron_job(tensors: int) -> Job:
+def megatron_job(tensors: int, size_bytes: int) -> Job:
     from megatron_unickpt.testing import jobs  # isort: skip  # before anything of megatron
     import torch
     import torch.distributed as dist
@@ -117,7 +117,7 @@ def megatron_job(tensors: int) -> Job:
 
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     layers = max(tensors // 12, 1)
-    width = max(int((_BYTES / 16 / 12 / layers) ** 0.5) // 8 * 8, 8)
+    width = max(int((size_bytes / 16 / 12 / layers) ** 0.5) // 8 * 8, 8)
     job = jobs.Job(Layout(), width=width, layers=layers)
     saves: list[Any] = []
     theirs: list[float] = []
@@ -155,12 +155,12 @@ def _count(model: Any) -> int:
     return sum(1 for _ in model.parameters())
 
 
-def torch_job(tensors: int) -> Job:
+def torch_job(tensors: int, size_bytes: int) -> Job:
     import torch
 
     import unickpt
 
-    model = model_of(tensors)
+    model = model_of(tensors, size_bytes)
     optimizer, options = torch.optim.AdamW(model.parameters(), foreach=True), unickpt.SaveOptions(asynchronous=True)
     saves: list[Any] = []
 
@@ -189,11 +189,12 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     sys.setrecursionlimit(100_000)
     tensors = args.tensors[0]
-    job = JOBS[args.frameworks[0]](tensors)
+    size_bytes = args.mib << 20
+    job = JOBS[args.frameworks[0]](tensors, size_bytes)
     job.step()
     job.step()
     found: dict[str, list[float]] = {"processor": [], "wall": [], "copy": []}
-    source = torch.rand(_BYTES // 4)
+    source = torch.rand(size_bytes // 4)
     target = source.clone()
     for number in range(_WARM + args.saves):
         place = Path(args.worker) / f"save{number}"
@@ -219,7 +220,7 @@ def main() -> None:
         (Path(args.worker) / "result.json").write_text(json.dumps(worker(args)))
         return
     lines = [
-        f"One rank, Adam, {_BYTES >> 20} MiB with states, {args.saves} saves; {machine()}.",
+        f"One rank, Adam, {args.mib} MiB with states, {args.saves} saves; {machine()}.",
         "",
         "| save | parameters | processor time of the call, ms: median, least | of it the framework's | memory copy, ms |",
         "|---|---|---|---|---|",
@@ -227,7 +228,18 @@ def main() -> None:
     for framework in args.frameworks:
         for tensors in args.tensors:
             with tempfile.TemporaryDirectory(prefix="unickpt-call-time") as folder:
-                own = ["--frameworks", framework, "--tensors", str(tensors), "--saves", str(args.saves), "--worker", folder]
+                own = [
+                    "--frameworks",
+                    framework,
+                    "--tensors",
+                    str(tensors),
+                    "--saves",
+                    str(args.saves),
+                    "--mib",
+                    str(args.mib),
+                    "--worker",
+                    folder,
+                ]
                 subprocess.run([sys.executable, "-m", "benchmarks.call_time", *own], cwd=REPO, check=True)
                 data = json.loads((Path(folder) / "result.json").read_text())
             median, least = (1e3 * of(data["processor"]) for of in (statistics.median, min))
