@@ -35,8 +35,9 @@ def measured(ranks: int) -> dict[tuple[str, str, str], float]:
     for phase, rounds in every[0]["phases"].items():
         for what in rounds[0]:
             of_rank = [statistics.median(each[what] for each in one["phases"][phase]) for one in every]
-            found[phase, what, "rank 0"], found[phase, what, "rank 1"] = of_rank[0], of_rank[1]
-            if what in ("requests to the store", "bytes at the store", "processor seconds"):
+            if not what.startswith("processor seconds, "):
+                found[phase, what, "rank 0"], found[phase, what, "rank 1"] = of_rank[0], of_rank[1]
+            if what in ("requests to the store", "bytes at the store") or what.startswith("processor seconds"):
                 found[phase, what, "all ranks"] = sum(of_rank)
     for what in every[0]["held"]:
         found["held after all", what, "rank 0"] = every[0]["held"][what]

@@ -20,6 +20,10 @@ from torch.distributed.fsdp import fully_shard
 import torch_unickpt.loading.load_training
 import torch_unickpt.saving.save_training  # noqa: F401  # once, before the forks
 import unickpt
+from unickpt.checkpoint.coordination import host_peers
+from unickpt.checkpoint.coordination.host_peers import HostPeers
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
+from unickpt.checkpoint.load import shared_read
 from unickpt.testing.launch import leave
 
 ROWS, LAYERS, TIMES = 256, 8, 4
@@ -79,6 +83,36 @@ def measured(store: CountingStore, lines: Lines, action: Callable[[], Any]) -> d
     }
 
 
+class Spent:
+    """Processor seconds of a function of this process, in the thread that calls it.
+
+    Args:
+        owner, name: of the function.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._function, self.seconds = getattr(owner, name), 0.0
+        setattr(owner, name, lambda *args, **kwargs: self._timed(*args, **kwargs))
+
+    def _timed(self, *args: Any, **kwargs: Any) -> Any:
+        begin = time.thread_time()
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            self.seconds += time.thread_time() - begin
+
+
+def with_parts(action: Callable[[], Any], parts: dict[str, Spent], value: dict[str, float]) -> Callable[[], Any]:
+    """Return an action that also writes what parts of it have spent."""
+
+    def acted() -> None:
+        before = {name: each.seconds for name, each in parts.items()}
+        action()
+        value.update({f"processor seconds, {name}": each.seconds - before[name] for name, each in parts.items()})
+
+    return acted
+
+
 def held() -> dict[str, float]:
     """Return what this process holds."""
     descriptors = list(Path("/proc/self/fd").iterdir())
@@ -116,6 +150,13 @@ def main(arguments: Sequence[str]) -> None:
     store: Any = CountingStore(dist.distributed_c10d._get_default_store())
     dist.distributed_c10d._get_default_store = lambda: store
     asynchronous = unickpt.SaveOptions(asynchronous=True)
+    parts = {
+        "opening the memory of the host's ranks": Spent(HostPeers, "_open"),
+        "waiting for the host's ranks": Spent(HostPeers, "wait"),
+        "waiting for messages": Spent(MessageExchange, "_await"),
+        "which ranks of the host read the same": Spent(host_peers, "prepare_peers"),
+        "reading together, with waits": Spent(shared_read, "execute"),
+    }
     pending: list[Any] = []
     found: dict[str, list[dict[str, float]]] = {}
     for number in range(TIMES):
@@ -130,7 +171,8 @@ def main(arguments: Sequence[str]) -> None:
             "load": load,
         }
         for name, action in phases.items():
-            value = measured(store, lines, action)
+            of_parts: dict[str, float] = {}
+            value = measured(store, lines, with_parts(action, parts, of_parts)) | of_parts
             if number:  # the first one connects, starts threads and describes
                 found.setdefault(name, []).append(value)
     dist.barrier()
