@@ -224,13 +224,15 @@ class MessageExchange:
             self._put(f"{base}/{self.rank}", {})
             return
         keys = {rank: f"{base}/{rank}" for rank in range(1, self.world)}
-        end = time.monotonic() + timeout_s
+        checked = time.monotonic()
+        end = checked + timeout_s
         awaited, known = Awaited(keys.values()), frozenset[int]()
         while time.monotonic() < end and not awaited.arrived(self._present):
-            ended = self.ended()
-            if ended != known:
-                awaited, known = Awaited(key for rank, key in keys.items() if rank not in ended), ended
-                continue
+            if time.monotonic() - checked >= _CHECK_EVERY_S:
+                checked, ended = time.monotonic(), self.ended()
+                if ended != known:
+                    awaited, known = Awaited(key for rank, key in keys.items() if rank not in ended), ended
+                    continue
             time.sleep(self._pauses.longest_s)
         for key in [*keys.values(), *self._spent]:
             self._delete(key)
