@@ -4,7 +4,8 @@
 
 The state is the same for each number of ranks: FSDP2 with AdamW, 48 tensors, 6 MB. Numbers of rank 0, of the rank after it, and
 of all ranks together are medians of three. An exponent of 1 is proportional to the number of ranks. All ranks share two cores,
-so seconds grow at least as the number of ranks; the counts are exact.
+so seconds grow at least as the number of ranks; the counts are exact. Parts of processor seconds overlap, and leave out other
+threads.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def measured(store: CountingStore, lines: Lines, action: Callable[[], Any]) -> d
 
 
 class Spent:
-    """Processor seconds of a function of this process, in the thread that calls it.
+    """Processor seconds of a function of this process, in the thread that calls it. Functions may call one another.
 
     Args:
         owner, name: of the function.
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str]) -> None:
         "opening the memory of the host's ranks": Spent(HostPeers, "_open"),
         "waiting for the host's ranks": Spent(HostPeers, "wait"),
         "waiting for messages": Spent(MessageExchange, "_await"),
-        "which ranks of the host read the same": Spent(host_peers, "prepare_peers"),
+        "which ranks of the host read the same, with waits": Spent(host_peers, "prepare_peers"),
         "reading together, with waits": Spent(shared_read, "execute"),
     }
     pending: list[Any] = []

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import torch_unickpt
@@ -200,6 +201,8 @@ def test_the_first_layer_with_far_larger_values_than_before_is_named_and_learned
         lambda y: Stubborn(y.detach()),
         lambda y: y.detach()[:0],
         lambda y: y.sum(),
+        lambda _: Odd(),
+        lambda _: endless(),
     ],
 )
 def test_no_kind_of_output_of_a_layer_ends_training(check: str, odd: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -208,7 +211,7 @@ def test_no_kind_of_output_of_a_layer_ends_training(check: str, odd: Callable[[t
             y = super().forward(x)
             return y, odd(y)
 
-    class Odd(torch.nn.Module):
+    class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = Layer(4, 4)
@@ -218,7 +221,7 @@ def test_no_kind_of_output_of_a_layer_ends_training(check: str, odd: Callable[[t
             return found
 
     torch.manual_seed(0)
-    model = Odd()
+    model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watching = torch_unickpt.witness(model, optimizer, {"every": 1, "checks": [check]})
     for _ in range(2):
@@ -239,6 +242,42 @@ def test_a_program_that_never_steps_fills_no_memory() -> None:
     model(torch.full((1, 2), float("nan")))
     assert counters.found(lambda: False) == Place("", False, 0)
     counters.close()
+
+
+def test_outputs_that_nothing_uses_do_not_end_training(tmp_path: Path) -> None:
+    """DDP passes all outputs through one operator, so that those without a use have no gradient there."""
+
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.a(x), self.b(x)
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(Two(), find_unused_parameters=True)
+        optimizer = torch.optim.AdamW(model.parameters())
+        watching = torch_unickpt.witness(model, optimizer, {"every": 1, "checks": ["nonfinite", "outlier"]})
+        for _ in range(2):
+            model(torch.randn(3, 2))[0].sum().backward()
+            optimizer.step()
+        assert watching.verdicts == []
+        watching.close()
+    finally:
+        dist.destroy_process_group()
+
+
+class Odd(dict[str, Any]):
+    def values(self) -> Any:
+        raise RuntimeError("no values")
+
+
+def endless() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    found["itself"] = found
+    return found
 
 
 class Stubborn(torch.Tensor):

@@ -19,6 +19,7 @@ from unickpt.base.module_hooks import ModuleHook
 from unickpt.training.witness.held import local
 from unickpt.training.witness.nonfinite import Counted, Place, first_place
 from unickpt.training.witness.outputs import floats
+from unickpt.training.witness.quiet import ignore, quiet
 
 FACTOR = 1024.0  # times the largest value of the steps before; a step of training changes it by far less
 WARM_UP = 20  # steps before a value counts as an outlier
@@ -100,14 +101,15 @@ class Counters:
         self.paused = False  # while a micro-batch is repeated, and nobody asks where its values are not finite
         self._repeats = self._closed = self._full = False
         self._hooks = [
-            model.register_forward_pre_hook(ModuleHook(self._begins)),
-            model.register_forward_hook(ModuleHook(partial(self._computed, 0))),
+            model.register_forward_pre_hook(ModuleHook(quiet(self._begins, ignore))),
+            model.register_forward_hook(ModuleHook(quiet(partial(self._computed, 0), ignore))),
         ]
         inner = model if inner is None else inner
         for name, module in inner.named_modules():
             leaf = next(module.children(), None) is None or next(module.parameters(recurse=False), None) is not None
             if leaf and module not in (model, inner):
-                self._hooks.append(module.register_forward_hook(ModuleHook(partial(self._computed, len(self._names)))))
+                computed = quiet(partial(self._computed, len(self._names)), ignore)
+                self._hooks.append(module.register_forward_hook(ModuleHook(computed)))
                 self._names.append(plain(name))
         for parameter in parameters:
             if parameter.requires_grad:

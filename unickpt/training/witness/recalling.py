@@ -13,6 +13,7 @@ import torch
 from unickpt.base.module_hooks import ModuleHook
 from unickpt.training.witness.cases import Begun
 from unickpt.training.witness.outputs import floats
+from unickpt.training.witness.quiet import quiet, quiet_gradient
 from unickpt.training.witness.repeating import Tap
 
 MOST_BYTES = 256 << 20  # of inputs, and of gradients of outputs, that stay in memory until the step
@@ -26,13 +27,17 @@ class Kept:
         begun: what its forward pass starts from; None: its input cannot be kept, because it is too large, for one.
         marks: counters of writes of the tensors in it.
         of_output: gradients of the tensors of its output, by their number.
-        large: a gradient of an output is too large to be kept.
+        large: a gradient of an output cannot be kept, because it is too large, for one.
     """
 
     begun: Begun | None
     marks: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     of_output: dict[int, torch.Tensor] = field(default_factory=dict)
     large: bool = False
+
+    def without_gradient(self, _err: Exception) -> None:
+        """A gradient of an output cannot be kept."""
+        self.large = True
 
     @property
     def whole(self) -> bool:
@@ -54,8 +59,8 @@ class Recalled:
         self._bytes = 0
         self._buffers: list[tuple[tuple[int, int], torch.Tensor]] = []  # address and counter of writes, and copy
         self._hooks = [
-            tap.inner.register_forward_pre_hook(ModuleHook(self._begins), with_kwargs=True),
-            tap.inner.register_forward_hook(ModuleHook(self._computed)),
+            tap.inner.register_forward_pre_hook(ModuleHook(quiet(self._begins, self._lost)), with_kwargs=True),
+            tap.inner.register_forward_hook(ModuleHook(quiet(self._computed, self._lost))),
         ]
 
     def close(self) -> None:
@@ -91,10 +96,13 @@ class Recalled:
     def _begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self.tap.repeats or not module.training or not torch.is_grad_enabled():
             return
-        try:
-            self._kept.append(self._noted(self.tap.begun(args, kwargs, self._copies(module))))
-        except Exception:  # such as that of a device without memory: the program must not notice
-            self._kept.append(Kept(None))
+        self._kept.append(Kept(None))
+        self._kept[-1] = self._noted(self.tap.begun(args, kwargs, self._copies(module)))
+
+    def _lost(self, _err: Exception) -> None:
+        """The last micro-batch cannot be repeated."""
+        if self._kept:
+            self._kept[-1] = Kept(None)
 
     def _noted(self, begun: Begun) -> Kept:
         tensors = list(_tensors((begun.args, begun.kwargs, begun.received)))
@@ -126,7 +134,9 @@ class Recalled:
             return
         for at, tensor in enumerate(floats(output)):
             if tensor.requires_grad:
-                hook = tensor.register_hook(partial(self._of_output, self._kept[-1], at))  # type: ignore[no-untyped-call]
+                kept = self._kept[-1]
+                noted = quiet_gradient(partial(self._of_output, kept, at), kept.without_gradient)
+                hook = tensor.register_hook(noted)  # type: ignore[no-untyped-call]
                 self._of_leaves += [hook] * tensor.is_leaf  # a parameter keeps it
 
     def _of_output(self, kept: Kept, at: int, gradient: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ from unickpt.training.witness.counting import require_layers
 from unickpt.training.witness.hashes import hashes
 from unickpt.training.witness.held import local
 from unickpt.training.witness.outputs import floats
+from unickpt.training.witness.quiet import ignore, quiet
 from unickpt.training.witness.schedule import components
 from unickpt.training.witness.vote import Ballot, Kind, Subject, Verdict, differing_from_itself, vote
 
@@ -88,12 +89,12 @@ class Recomputed:
         self._hooks = []
         for number, model in enumerate(models):
             require_layers(model, "self")
-            self._hooks.append(model.register_forward_pre_hook(ModuleHook(partial(self._begins, model))))
+            self._hooks.append(model.register_forward_pre_hook(ModuleHook(quiet(partial(self._begins, model), ignore))))
             for name, module in model.named_modules():
                 if module is not model:
                     called = f"chunk {number}: {plain(name)}" if len(models) > 1 else plain(name)
                     before, after = (
-                        ModuleHook(partial(self._before, called)),
+                        ModuleHook(quiet(partial(self._before, called), ignore)),
                         ModuleHook(partial(self._computed, model, called)),
                     )
                     self._hooks.append(module.register_forward_pre_hook(before))

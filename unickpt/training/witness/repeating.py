@@ -15,6 +15,7 @@ from unickpt.base.module_hooks import ModuleHook
 from unickpt.training.witness.cases import Begun, Case, loaded
 from unickpt.training.witness.hashes import combined, hashes
 from unickpt.training.witness.outputs import floats, is_checkpointed
+from unickpt.training.witness.quiet import quiet, quiet_gradient
 from unickpt.training.witness.surroundings import Generators, Surroundings
 
 _SEVERAL = "several micro-batches share a backward pass, or one has several"
@@ -49,6 +50,10 @@ class _Recording:
     unsuited: str = ""
     hooks: list[Any] = field(default_factory=list)
     closed: bool = False
+
+    def fail(self, err: Exception) -> None:
+        """It cannot be repeated."""
+        self.unsuited = self.unsuited or f"a micro-batch cannot be recorded: {type(err).__name__}: {err}"
 
 
 class Tap:
@@ -100,13 +105,22 @@ class Tap:
         self._leaves: dict[int, torch.Tensor] = {}  # of the forward pass that runs now
         self._on_leaf: Callable[[int, torch.Tensor], None] | None = None
         self._hooks = [
-            self.inner.register_forward_pre_hook(ModuleHook(self._begins), with_kwargs=True),
-            self.inner.register_forward_hook(ModuleHook(self._computed)),
+            self.inner.register_forward_pre_hook(self._quiet(self._begins), with_kwargs=True),
+            self.inner.register_forward_hook(self._quiet(self._computed)),
             *(
-                each.register_forward_pre_hook(ModuleHook(partial(self._gathered, name)))
+                each.register_forward_pre_hook(self._quiet(partial(self._gathered, name)))
                 for name, each in self.gathering.items()
             ),
         ]
+
+    def _quiet(self, hook: Callable[..., None]) -> ModuleHook:
+        """Return a hook whose errors are the reason why the micro-batch is not repeated; those of a repetition are raised."""
+        return ModuleHook(quiet(hook, self._failed, loud=lambda: self._repeating))
+
+    def _failed(self, err: Exception) -> None:
+        if self._recording is None:
+            self._recording = _Recording(b"")
+        self._recording.fail(err)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -271,6 +285,9 @@ class Tap:
             return
         if self._recording is not None and self._recording.task >= 0:  # its backward pass has ended
             self._close_recording()
+        if self._recording is not None and not (self._recording.output or self._recording.unsuited):
+            self._close_recording()  # an error has ended its forward pass, and the program goes on
+            self._armed = True
         if not self._armed:
             return
         self._armed = False
@@ -284,8 +301,8 @@ class Tap:
 
         def watch(at: int, leaf: torch.Tensor) -> None:
             if leaf.requires_grad:
-                hook = leaf.register_hook(partial(self._gradient, recording, at))  # type: ignore[no-untyped-call]
-                recording.hooks.append(hook)
+                noted = quiet_gradient(partial(self._gradient, recording, at), recording.fail)
+                recording.hooks.append(leaf.register_hook(noted))  # type: ignore[no-untyped-call]
 
         self._watch_leaves(watch)
         for at, tensor in enumerate(self._slot_values()):
@@ -313,8 +330,8 @@ class Tap:
             return
         for at, tensor in enumerate(found):
             if tensor.requires_grad:
-                hook = tensor.register_hook(partial(self._of_output, recording, at))  # type: ignore[no-untyped-call]
-                recording.hooks += [hook] * tensor.is_leaf  # a parameter keeps it
+                noted = quiet_gradient(partial(self._of_output, recording, at), recording.fail)
+                recording.hooks += [tensor.register_hook(noted)] * tensor.is_leaf  # type: ignore[no-untyped-call]
 
     def _of_output(self, recording: _Recording, at: int, gradient: torch.Tensor) -> None:
         if recording.closed:
@@ -323,10 +340,7 @@ class Tap:
         if at in recording.of_output or recording.task not in (-1, now) or recording.other_task == now:
             recording.unsuited = _SEVERAL
         recording.task, recording.running = now, True
-        try:
-            recording.of_output[at] = gradient.detach().clone()
-        except Exception as err:  # such as that of a device without memory
-            recording.unsuited = f"the gradient of the output of the model cannot be kept ({err})"
+        recording.of_output[at] = gradient.detach().clone()
 
     def _of_other(self, recording: _Recording, _gradient: torch.Tensor) -> None:
         """The backward pass of another micro-batch has begun."""
@@ -365,8 +379,10 @@ def _is_shard(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "device_mesh")
 
 
-def _freed(note: Callable[[int, torch.Tensor], None], at: int, gradient: torch.Tensor) -> torch.Tensor:
+def _freed(note: Callable[[int, torch.Tensor], None], at: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """Note a gradient of a repetition, and replace it by one that takes no memory."""
+    if gradient is None:  # as for ``quiet_gradient``
+        return None
     with torch.no_grad():
         note(at, gradient)
         return gradient.new_zeros(()).expand_as(gradient)

@@ -179,8 +179,8 @@ class StepTap:
         if step is None or step.after or not self._held:
             return
         parameter, part = step.chosen.stepped, slice(step.chosen.lo, step.chosen.hi)
-        weight = local(parameter)
         with self._noting():
+            weight = local(parameter)
             step.after = (_hash(weight, optimizer.state.get(parameter, {}), weight.numel(), part),)
 
 

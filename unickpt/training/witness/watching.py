@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -150,7 +150,8 @@ class Watching:
         except Exception as err:  # training goes on, whatever fails here
             self.off = f"{type(err).__name__}: {err}"
             logger.warning("unickpt: witness: it ends, and training goes on: %s", self.off)
-            self.close()
+            with suppress(Exception):
+                self.close()
 
     def _alone(self, act: Callable[[], None]) -> None:
         """Do something for ``nonfinite``. This check ends on one rank alone, which tells the others nothing of it."""

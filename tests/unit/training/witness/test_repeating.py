@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -220,21 +221,27 @@ def full(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError("out of memory")
 
 
-def test_a_device_without_memory_does_not_hinder_training(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    tap, sound = tap_of(model), model.state_dict()["first.weight"].clone()
-    for pass_ in ("forward", "backward"):
-        tap.arm()
-        with monkeypatch.context() as patch:
-            if pass_ == "forward":
-                patch.setattr(torch.Tensor, "clone", full)
-            loss = forward(model)
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_a_device_without_memory_does_not_hinder_training(model: Model, pass_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    unwatched = copy.deepcopy(model)
+    forward(unwatched).backward()
+    alone = {name: each.grad for name, each in unwatched.named_parameters()}
+    tap = tap_of(model)
+    tap.arm()
+    torch.manual_seed(1)
+    with monkeypatch.context() as patch:
+        if pass_ == "forward":
             patch.setattr(torch.Tensor, "clone", full)
-            loss.backward()
-        case, why = tap.take()
-        assert case is None
-        assert "out of memory" in why
-        assert all(each.grad is not None for name, each in model.named_parameters() if "unused" not in name)
-    assert torch.equal(model.first.weight, sound)
+        loss = forward(model)
+        patch.setattr(torch.Tensor, "clone", full)
+        loss.backward()
+    case, why = tap.take()
+    assert case is None
+    assert "out of memory" in why
+    for name, each in model.named_parameters():
+        assert (each.grad is None) == (alone[name] is None)
+        assert each.grad is None or torch.equal(each.grad, alone[name])  # type: ignore[arg-type]
     tap.arm()
     forward(model).backward()
     recorded(tap)
@@ -247,6 +254,76 @@ def test_what_cannot_be_kept_of_a_micro_batch_does_not_hinder_training(model: Mo
         forward(model).backward()
     forward(model).backward()
     assert [recalled.data(number) != b"" for number in range(2)] == [False, True]
+
+
+class Halves(torch.nn.Module):
+    """Of two outputs of one operator, nothing uses the second one, so torch has no gradient for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.layer(x).chunk(2, dim=-1)
+
+
+def test_an_output_that_nothing_uses_is_recorded_without_a_gradient() -> None:
+    model = Halves()
+    tap = Tap(model, dict(model.named_parameters()))
+    recalled = Recalled(tap)
+    tap.arm()
+    model(torch.randn(3, 4))[0].square().sum().backward()
+    case = recorded(tap)
+    assert tap.repeat(case.data) == case.values
+    kept = recalled.kept(0)
+    assert kept is not None
+    assert list(kept.of_output) == [0]
+    assert not kept.large
+
+
+class Unused(torch.autograd.Function):
+    """An operator without a gradient for its second input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # noqa: ARG004
+        return gradient * 2, None
+
+
+def test_a_parameter_without_a_gradient_is_recorded_as_such() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return Unused.apply(self.used(x), self.unused)
+
+    model = Model()
+    tap = Tap(model, dict(model.named_parameters()))
+    tap.arm()
+    model(torch.randn(3, 4)).square().sum().backward()
+    case = recorded(tap)
+    assert tap.repeat(case.data) == case.values
+    assert case.values[tap.names.index("the gradient of unused")] == 0
+
+
+def test_a_micro_batch_whose_forward_pass_an_error_ends_is_not_mixed_with_the_next_one(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tap = tap_of(model)
+    tap.arm()
+    with monkeypatch.context() as patch:
+        patch.setattr(model.second, "forward", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            forward(model)
+    forward(model).backward()  # the program leaves that one out
+    forward(model).backward()
+    case = recorded(tap)
+    assert tap.repeat(case.data) == case.values
 
 
 def test_a_recorded_micro_batch_that_cannot_be_sent_leaves_no_rank_waiting(

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from unickpt.base.module_hooks import ModuleHook
 from unickpt.training.witness.hashes import combined, hashes
 from unickpt.training.witness.held import local
+from unickpt.training.witness.quiet import ignore, quiet, quiet_gradient
 from unickpt.training.witness.replay.records import Phase
 
 Add = Callable[[Phase, int, str, int], None]  # phase, micro-batch, name, hash
@@ -30,7 +31,8 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
 def hash_of(tensors: Sequence[torch.Tensor]) -> int:
     """Return one hash of some tensors, in their order. Those that have no memory of their own are left out."""
     held = [local(each) for each in tensors]
-    return combined(hashes([each for each in held if each.layout is torch.strided and not each.is_meta]))
+    plain = (each for each in held if each.layout is torch.strided and not (each.is_meta or each.is_nested))
+    return combined(hashes(list(plain)))
 
 
 class LayerTap:
@@ -70,16 +72,16 @@ class LayerTap:
                 self._watch(parameter, f"{prefix}{self._plain(name)}", prefix)
             return
         self._hooks += [
-            model.register_forward_pre_hook(ModuleHook(partial(self._begins, prefix)), with_kwargs=True),
-            model.register_forward_hook(ModuleHook(partial(self._computed, "the model", prefix))),
+            model.register_forward_pre_hook(_hook(partial(self._begins, prefix)), with_kwargs=True),
+            model.register_forward_hook(_hook(partial(self._computed, "the model", prefix))),
         ]
         for own, module in inner.named_modules():
             name = f"{prefix}{self._plain(own)}"
             if next(module.parameters(recurse=False), None) is not None:
-                self._hooks.append(module.register_forward_pre_hook(ModuleHook(partial(self._parameters, name, prefix))))
+                self._hooks.append(module.register_forward_pre_hook(_hook(partial(self._parameters, name, prefix))))
             leaf = next(module.children(), None) is None or next(module.parameters(recurse=False), None) is not None
             if leaf and module not in (model, inner):
-                self._hooks.append(module.register_forward_hook(ModuleHook(partial(self._computed, name, prefix))))
+                self._hooks.append(module.register_forward_hook(_hook(partial(self._computed, name, prefix))))
 
     def _begins(self, prefix: str, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self._active = model.training and torch.is_grad_enabled()
@@ -99,7 +101,8 @@ class LayerTap:
 
     def _watch(self, parameter: torch.Tensor, name: str, prefix: str) -> None:
         if parameter.requires_grad and parameter not in self._of_parameter:
-            self._of_parameter[parameter] = parameter.register_hook(partial(self._gradient, name, prefix))  # type: ignore[no-untyped-call]
+            noted = quiet_gradient(partial(self._gradient, name, prefix), ignore)
+            self._of_parameter[parameter] = parameter.register_hook(noted)  # type: ignore[no-untyped-call]
 
     def _gradient(self, name: str, prefix: str, gradient: torch.Tensor) -> None:
         self._add(Phase.GRADIENT, self._begun.get(prefix, 0), name, hash_of([gradient]))
@@ -107,16 +110,21 @@ class LayerTap:
     def _computed(self, name: str, prefix: str, module: torch.nn.Module, _args: Any, output: Any) -> None:
         if not self._active or not module.training:
             return
-        found = [each for each in tensors_in(output) if each.layout is torch.strided]
+        found = [each for each in tensors_in(output) if each.layout is torch.strided and not each.is_nested]
         at = self._begun.get(prefix, 0)
         self._add(Phase.OUTPUT, at, name, hash_of(found))
         for number, tensor in enumerate(found):
             if tensor.grad_fn is not None:  # a parameter, which a layer may return, would keep the hook
                 what = name if len(found) == 1 else f"{name}, tensor {number}"
-                tensor.register_hook(partial(self._of_output, what, at))  # type: ignore[no-untyped-call]
+                tensor.register_hook(quiet_gradient(partial(self._of_output, what, at), ignore))  # type: ignore[no-untyped-call]
 
     def _of_output(self, what: str, at: int, gradient: torch.Tensor) -> None:
         self._add(Phase.OUTPUT_GRADIENT, at, what, hash_of([gradient]))
+
+
+def _hook(function: Callable[..., None]) -> ModuleHook:
+    """Return a hook that leaves out what has no hash: the program computes without it."""
+    return ModuleHook(quiet(function, ignore))
 
 
 def _random() -> list[torch.Tensor]:
