@@ -4,9 +4,7 @@
 
 Of each source: steps, a save, more steps. Of each pair: a job of another seed, the load, a comparison of all states with those
 at the save, and steps, whose losses must be those of the source up to rounding. The models are tiny, and two cores run all
-ranks, so the seconds are no measure. ``--ranks 16`` has the same layouts with a quarter of the data-parallel ranks. Groups of
-gloo connect two ranks when these first exchange something (``TORCH_GLOO_LAZY_INIT``): Megatron's experts have 37 groups in each
-rank, and connecting all ranks of each takes most of the time.
+ranks, so the seconds are no measure. ``--ranks 16`` has the same layouts with a quarter of the data-parallel ranks.
 
 ``results/sixty-four.json`` keeps the rows of the parts that have run. ``--only`` runs some parts again.
 """
@@ -15,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -44,6 +41,8 @@ class Part:
         loaded: the pairs.
         rounding: how far rounding sets losses apart.
         sizes: of model and batch (``tests.jobs.sizes``). All numbers of data-parallel ranks divide the batch.
+        lazy: groups of gloo connect two ranks when these first exchange something. Megatron's experts have 37 groups in each
+            rank, and connecting all ranks of each takes most of the time.
     """
 
     worker: str
@@ -51,6 +50,7 @@ class Part:
     loaded: Pairs
     rounding: pairs.Rounding = pairs.between_precisions
     sizes: dict[str, int] = field(default_factory=dict)
+    lazy: bool = False
 
 
 def onward(*layouts: Any) -> Pairs:
@@ -77,7 +77,7 @@ def parts(ranks: int) -> dict[str, Part]:
     def megatron(*names: str, memory: bool = False) -> Part:
         sizes = {"BATCH": batch, "LAYERS": 2} if names == moe else {"BATCH": fewer, "LAYERS": 8}
         loaded = onward(*map(Megatron.parse, names))
-        return Part(MEGATRON, ("--memory",) * memory, loaded, pairs.by_moved_weights, sizes)
+        return Part(MEGATRON, ("--memory",) * memory, loaded, pairs.by_moved_weights, sizes, lazy=names == moe)
 
     return {
         "zero": Part(DEEPSPEED, ("zero",), zero, pairs.between_dtypes, {"BATCH": batch}),
@@ -105,10 +105,9 @@ def parts(ranks: int) -> dict[str, Part]:
 
 def ran(part: Part, ranks: int, folder: Path) -> list[str]:
     """Run a part. Return a row of a table for each pair."""
-    sizes = {f"UNICKPT_TEST_{what}": str(size) for what, size in part.sizes.items()}
-    pairs.run(
-        part.worker, *part.arguments, pairs=part.loaded, folder=folder, ranks=ranks, timeout_s=3 * 3600, sizes=sizes
-    )  # fmt: skip
+    env = {f"UNICKPT_TEST_{what}": str(size) for what, size in part.sizes.items()}
+    env |= {"TORCH_GLOO_LAZY_INIT": "1"} if part.lazy else {}
+    pairs.run(part.worker, *part.arguments, pairs=part.loaded, folder=folder, ranks=ranks, timeout_s=3 * 3600, env=env)
     problems, strayed = pairs.problems(part.loaded, folder), pairs.strayed(part.loaded, folder, part.rounding)
     rows = []
     for source, target in part.loaded:
@@ -138,7 +137,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=parts(64))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     every = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     kept = every.setdefault(str(args.ranks), {})
     for name, part in parts(args.ranks).items():

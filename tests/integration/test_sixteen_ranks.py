@@ -14,6 +14,6 @@ def test_sixteen_ranks_and_twelve_load_each_others_checkpoints(tmp_path: Path) -
     both, plain = map(Layout.parse, ("fsdp8xtp2-fp32-adamw", "fsdp12-fp32-adamw"))
     loaded = [(both, plain)]
     sizes = {"UNICKPT_TEST_BATCH": "48"}
-    pairs.run(TORCH, "--asynchronous", pairs=loaded, folder=tmp_path, ranks=16, sizes=sizes)
+    pairs.run(TORCH, "--asynchronous", pairs=loaded, folder=tmp_path, ranks=16, env=sizes)
     assert pairs.problems(loaded, tmp_path) == {}
     assert pairs.strayed(loaded, tmp_path, pairs.between_dtypes) == {}

@@ -37,11 +37,11 @@ def write(pairs: Pairs, folder: Path) -> None:
 
 def run(
     worker: str, *arguments: str, pairs: Pairs, folder: Path, ranks: int = 4, timeout_s: float = 600,
-    sizes: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
-    """Save all sources, then load them. ``arguments`` follow the folder. ``sizes``: see ``tests.jobs.sizes``."""
+    """Save all sources, then load them. ``arguments`` follow the folder. ``env``: such as sizes (``tests.jobs.sizes``)."""
     write(pairs, folder)
-    fork_ranks(ranks, worker, str(folder), *arguments, timeout_s=timeout_s, env=sizes)
+    fork_ranks(ranks, worker, str(folder), *arguments, timeout_s=timeout_s, env=env)
 
 
 def host_of(folder: Path, source: Layout, rank: int, world: int) -> Path:
