@@ -172,7 +172,10 @@ class Contained:
             at = self.tensor(key)
             info = None if at is None else self.stored.checkpoint.serving(*at)
             if at is not None and info is not None and 0 in info.shape:
-                yield at, LocalShard(torch.empty(info.shape, dtype=value.dtype), (0,) * len(info.shape), info.shape)
+                yield (
+                    at,
+                    LocalShard(torch.empty(info.shape, dtype=value.dtype, device="cpu"), (0,) * len(info.shape), info.shape),
+                )
 
 
 def give(planner: LoadPlanner, later: Iterable[tuple[ReadItem, Any]]) -> None:

@@ -78,7 +78,7 @@ def witness(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any] |
     checks = seeing(settings.checks, watched, ranks)
     counters = [Counters(model, without_ddp(model), plain=plain)] if {NONFINITE, OUTLIER} & checks else []
     within = _ranks_within_layers(model)
-    several = bool(ranks.gather(torch.tensor([len(within) > 1]).long()).any())
+    several = bool(ranks.gather(torch.tensor([len(within) > 1], device="cpu").long()).any())
     world = len(ranks.ranks)
     tap = tap_of(model, held, world, within_layers=several) if {BUDDY, NONFINITE, OUTLIER} & checks else None
     of_buddies = Buddies(tap, ranks) if BUDDY in checks and tap is not None and len(ranks.ranks) > 1 else None
@@ -130,7 +130,7 @@ def _updates(
 ) -> Buddies[StepTap] | None:
     """Return what repeats steps of the optimizer on parameters without copies; None, with a warning, if nothing can."""
     alone = [each for each in held[0] if not each.stepped.ranks]
-    no_copies = not bool((ranks.gather(torch.tensor([len(alone)])) == 0).any())
+    no_copies = not bool((ranks.gather(torch.tensor([len(alone)], device="cpu")) == 0).any())
     why = unsuited(optimizers)
     if len(optimizers) > 1:
         why = "there are several optimizers"

@@ -161,8 +161,8 @@ def _unpacked(packed: Sequence[Any]) -> Ranks:
         return tuple(packed[0])
     first, shape = packed
     sizes = [size for size, _ in shape]
-    offsets = torch.zeros((), dtype=torch.int64)
+    offsets = torch.zeros((), dtype=torch.int64, device="cpu")
     for size, stride in shape:
-        offsets = offsets[..., None] + torch.arange(size) * stride
+        offsets = offsets[..., None] + torch.arange(size, device="cpu") * stride
     assert offsets.numel() == math.prod(sizes)
     return tuple((offsets.reshape(-1) + first).tolist())

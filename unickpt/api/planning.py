@@ -159,7 +159,9 @@ def planned_bits(
     measured = measure(checkpoint, infos, units, Measurement(indicator, request.schemes, dtype, inputs), progress)
     if known is not None:
         indicator, measured = DIVERGENCE, [_known(each, known, request) for each in measured]
-    sizes = {name: info.numel * torch.empty(0, dtype=_used(info, dtype)).element_size() for name, info in infos.items()}
+    sizes = {
+        name: info.numel * torch.empty(0, dtype=_used(info, dtype), device="cpu").element_size() for name, info in infos.items()
+    }
     layers = _layers(measured, infos, sizes, _cache_bytes(request, config, infos, dtype), _tied(checkpoint, sizes, request))
     found = best_bits([layer for _, layer in layers], request.devices, reorder=request.reorder)
     if isinstance(found, Unmet):
@@ -204,7 +206,9 @@ def _cache_bytes(
         values = facts["latent_rank"] + facts.get("rotary_dim", 0)
     if not values:
         raise ConfigError("tokens need the config.json of the model, with its heads and their size")
-    itemsize = max(torch.empty(0, dtype=_used(info, dtype)).element_size() for info in infos.values() if len(info.shape) == 2)
+    itemsize = max(
+        torch.empty(0, dtype=_used(info, dtype), device="cpu").element_size() for info in infos.values() if len(info.shape) == 2
+    )
     return request.tokens * values * itemsize
 
 

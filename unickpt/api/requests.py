@@ -76,7 +76,9 @@ class Wanted:
             if not shard.box.numel:
                 continue
             out = shard.data.detach()
-            rounded = out if info.derived_from is None or out.dtype == dtype else torch.empty(out.shape, dtype=dtype)
+            rounded = (
+                out if info.derived_from is None or out.dtype == dtype else torch.empty(out.shape, dtype=dtype, device="cpu")
+            )
             self.filling.request(info, shard.box, rounded)
             if rounded is not out:
                 self.filling.copy_later(out, rounded)

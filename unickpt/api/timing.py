@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from unickpt.base.errors import ConfigError
@@ -72,17 +73,22 @@ def time_collectives(options: TimingOptions | None = None) -> bool:
         return True
     if session.start(options or TimingOptions(enabled=True), dict) is None:
         return False
-    first = list[Any]()
+    counted: Callable[[], Any] = _nothing  # the optimizer whose steps count, while there is one
 
     def stepped(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if not first:
-            first.append(optimizer)
+        nonlocal counted
+        if counted() is None:
+            counted = weakref.ref(optimizer)
             session.stands_at_least(steps_in(optimizer) - 1)
-        if optimizer is first[0]:
+        if counted() is optimizer:
             session.stepped_on()
 
     register_optimizer_step_post_hook(stepped)
     return True
+
+
+def _nothing() -> None:
+    """There is no optimizer yet."""
 
 
 def steps_in(optimizer: Any) -> int:

@@ -45,6 +45,25 @@ for step in range(8):
         thread.join()
 assert pickle.loads(pickle.dumps(torch.save)) is torch.save
 """
+TRIALS = """
+import gc, sys, weakref
+import torch, torch.distributed as dist
+import unickpt
+from unickpt.base.options.job import TimingOptions
+folder = sys.argv[1]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+unickpt.time_collectives(TimingOptions(enabled=True, watch=False, folder=folder + "/rings"))
+for trial in range(3):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    ended = weakref.ref(model.weight)
+    del model, optimizer
+    gc.collect()
+    assert ended() is None, trial
+"""
 WRAPPED = """
 import sys
 import torch, torch.distributed as dist
@@ -98,6 +117,13 @@ def test_steps_count_once_and_those_with_an_evaluation_or_a_file_are_not_judged(
     (made,) = records[(records["op"] == Op.NEW_GROUP)]
     assert made["end_ns"] > 0
     assert made["flags"] & int(Flag.FAILED)
+
+
+def test_an_optimizer_that_has_ended_is_freed_and_the_next_ones_steps_count(tmp_path: Path) -> None:
+    """As in a search for hyperparameters, which trains one model after another."""
+    subprocess.run([sys.executable, "-c", TRIALS, str(tmp_path)], env=environment(REPO), check=True, timeout=120)
+    (folder,) = {path.parent for path in (tmp_path / "rings").rglob("*.ring")}
+    assert steps_of(0, read_folder(folder).ranks[0].records)["number"].tolist() == list(range(1, 6))
 
 
 RESUMED = """

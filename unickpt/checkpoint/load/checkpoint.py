@@ -253,7 +253,7 @@ class Checkpoint:
             parent = self.index.tensors[self.ids[info.name, info.derived_from]]
             out = self.read_box(parent, box, verify=verify).to(torch_dtype(info.dtype))
         else:
-            out = torch.empty(box.numel, dtype=torch_dtype(info.dtype))
+            out = torch.empty(box.numel, dtype=torch_dtype(info.dtype), device="cpu")
         if box.numel:
             self.read([Request(self.ids[info.key], box, out)], verify=verify)
         return out
@@ -313,7 +313,7 @@ class Checkpoint:
             info = self.index.tensors[position]
             box = Box.whole(info.shape)
             if key not in self._fetched and 0 < box.numel * torch_dtype(info.dtype).itemsize <= _SMALL_BYTES:
-                requests.append(Request(position, box, torch.empty(info.shape, dtype=torch_dtype(info.dtype))))
+                requests.append(Request(position, box, torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="cpu")))
         if requests:
             self.read(requests)
             self._fetched.update({self.index.tensors[request.tensor_id].name: request.out for request in requests})

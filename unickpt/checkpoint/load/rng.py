@@ -40,7 +40,7 @@ def capture() -> RngState:
 
 def _python(state: Any) -> RngState:
     version, words, gauss = state
-    return {"version": version, "words": torch.tensor(words, dtype=torch.int64).to(torch.uint32), "gauss": gauss}
+    return {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu").to(torch.uint32), "gauss": gauss}
 
 
 def _numpy(state: Any) -> RngState:
@@ -71,7 +71,7 @@ def of_seed(seed: int, like: RngState) -> RngState:
 
 def cuda_of_seed(seed: int) -> torch.Tensor:
     """Return the state of a CUDA generator with this seed: the seed and an offset of 0 (``CUDAGeneratorImpl::get_state``)."""
-    return torch.tensor(list(seed.to_bytes(8, "little") + bytes(8)), dtype=torch.uint8)
+    return torch.tensor(list(seed.to_bytes(8, "little") + bytes(8)), dtype=torch.uint8, device="cpu")
 
 
 def seed_from(stored: Any) -> int:

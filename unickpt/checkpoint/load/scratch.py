@@ -53,12 +53,12 @@ class HostScratch:
     block_bytes = BLOCK_BYTES
 
     def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
         size = count * dtype.itemsize
         if len(self._block) < size:
-            self._block = torch.empty(size, dtype=torch.uint8)
+            self._block = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self._block[:size].view(dtype)
 
     def copying(self) -> contextlib.AbstractContextManager[object]:
@@ -86,7 +86,7 @@ class DeviceScratch:
 
     def __init__(self, streams: Sequence[Any]) -> None:
         self._streams = streams
-        self._blocks = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._blocks = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
         self._copied = [[torch.cuda.Event() for _ in self._streams] for _ in self._blocks]  # type: ignore[no-untyped-call]
         self._at = 0
 
@@ -96,7 +96,7 @@ class DeviceScratch:
             with torch.cuda.device(stream.device):
                 event.synchronize()  # returns at once before the first copy
         if len(self._blocks[self._at]) < size:  # torch keeps freed blocks for later, and knows of the copies from them
-            self._blocks[self._at] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self._blocks[self._at] = torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
         return self._blocks[self._at][:size].view(dtype)
 
     @contextlib.contextmanager

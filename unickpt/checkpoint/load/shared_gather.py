@@ -170,7 +170,7 @@ class _Slots:
         """Return the tables of all ranks of the host. One round."""
         self._peers.wait(CONSUMED, self._base)
         slot = self.own(0)[: 8 * (len(table) + 1)]
-        slot.copy_(torch.tensor([len(table), *table]).view(torch.uint8))
+        slot.copy_(torch.tensor([len(table), *table], device="cpu").view(torch.uint8))
         self.filled(0)
         self.wait_filled(0)
         tables = []

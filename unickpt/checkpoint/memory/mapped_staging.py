@@ -105,7 +105,7 @@ class MappedBuffer(StagingBuffer):
     """Staging buffer whose memory is a file. The header of the data file fits in front of the data."""
 
     def __init__(self, slots: MappedSlots, capacity_bytes: int) -> None:
-        super().__init__(capacity_bytes, memory=torch.empty(0, dtype=torch.uint8))
+        super().__init__(capacity_bytes, memory=torch.empty(0, dtype=torch.uint8, device="cpu"))
         self._slots = slots
 
     def fill(self, shards: Sequence[Shard], *, lead_bytes: int = 0, late: bool = False) -> Staged | None:

@@ -63,12 +63,17 @@ class Facts:
 
 
 class KeptFacts:
-    """The facts of an earlier description. It holds no object: one that has ended makes all later facts different."""
+    """The facts of an earlier description. It holds no object: one that has ended makes all later facts different.
+
+    That is not so of tensors. torch swaps none that has a weak reference (``torch.utils.swap_tensors``), and ``Module.to`` may
+    swap. Another tensor at the address of one that has ended, under the same name, with the same memory, shape, strides and
+    dtype, is described alike.
+    """
 
     def __init__(self, facts: Facts) -> None:
         self._read = facts.read()
         self._ended: list[Any] = []
-        every = {id(each): each for each in facts.objects if each is not None}
+        every = {id(each): each for each in facts.objects if each is not None and not isinstance(each, torch.Tensor)}
         self._references = [weakref.ref(each, self._ended.append) for each in every.values()]
 
     def fit(self, facts: Facts) -> bool:

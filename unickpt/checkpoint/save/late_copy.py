@@ -12,6 +12,7 @@ that kind that leaves all samples as they are is not seen. After a write the sav
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -265,6 +266,7 @@ def _register(copy: LateCopy) -> None:
     if not _hooked:
         _hooked = True
         register_optimizer_step_pre_hook(_before_step)
+        os.register_at_fork(after_in_child=_unsettled.clear)  # it has no thread of a save, and copies of its own
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001

@@ -181,7 +181,7 @@ class Staged:
 
 
 def _copy_of(data: torch.Tensor) -> torch.Tensor:
-    return torch.empty(data.shape, dtype=data.dtype).copy_(data.detach())
+    return torch.empty(data.shape, dtype=data.dtype, device="cpu").copy_(data.detach())
 
 
 def _allocated(capacity_bytes: int) -> torch.Tensor:

@@ -71,7 +71,7 @@ class Filling:
         for stored in self.checkpoint.override_boxes(position):
             common = box.intersect(stored)
             if common is not None:
-                data = torch.empty(common.shape, dtype=torch_dtype(info.dtype))
+                data = torch.empty(common.shape, dtype=torch_dtype(info.dtype), device="cpu")
                 self.requests.append(Request(position, common, data))
                 yield common, data
 

@@ -144,9 +144,9 @@ def forget_powers(optimizer: torch.optim.Optimizer) -> None:
     """
     if not hasattr(optimizer, "ds_opt_adam"):
         return
-    tensor = torch.zeros(1)
-    tensor.grad = torch.zeros(1)
-    state = {"step": -1, "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1)}
+    tensor = torch.zeros(1, device="cpu")
+    tensor.grad = torch.zeros(1, device="cpu")
+    state = {"step": -1, "exp_avg": torch.zeros(1, device="cpu"), "exp_avg_sq": torch.zeros(1, device="cpu")}
     for group in optimizer.param_groups[:1]:
         with copy_of(optimizer, group, tensor, state, inert=False) as copy:
             inspect.unwrap(type(optimizer).step)(copy)

@@ -146,7 +146,7 @@ def timed_candidates(
     whole = sent_bytes(replace(settings, scheme=NONE), shapes, world)
     largest = max(shapes, key=math.prod)
     shape = largest if math.prod(largest) <= _MOST else (2048, 2048)
-    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu").to(device)
     found = {}
     for name in CONSIDERED:
         scheme = replace(settings, scheme=name)

@@ -29,7 +29,7 @@ def factored(settings: Compression, shape: tuple[int, ...]) -> tuple[int, int, i
 def first_factor(settings: Compression, name: str, columns: int, rank: int) -> torch.Tensor:
     """Return the factor of a first step: float32 ``[columns, rank]``, the same on all ranks."""
     generator = torch.Generator().manual_seed(seed_of(settings, name, 0))
-    return torch.randn(columns, rank, generator=generator)
+    return torch.randn(columns, rank, generator=generator, device="cpu")
 
 
 def orthogonal(factor: torch.Tensor) -> torch.Tensor:

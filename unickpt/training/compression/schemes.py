@@ -147,8 +147,8 @@ class RandomK(_Lossy):
 
     def _positions(self, elements: int, seed: int, device: torch.device) -> torch.Tensor:
         kept = _kept(self.ratio, elements)
-        edges = torch.arange(kept + 1, dtype=torch.int64) * elements // kept
-        drawn = torch.rand(kept, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        edges = torch.arange(kept + 1, dtype=torch.int64, device="cpu") * elements // kept
+        drawn = torch.rand(kept, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu")
         return (edges[:-1] + (drawn * (edges[1:] - edges[:-1])).long()).to(device)
 
     def encode(self, rows: torch.Tensor, _counts: torch.Tensor, seed: int) -> torch.Tensor:

@@ -77,7 +77,7 @@ class GlobalOrderSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Yield the indices of this rank from ``start`` on."""
-        order, epoch = torch.empty(0), -1
+        order, epoch = torch.empty(0, device="cpu"), -1
         for place in self.places():
             if place // self.size != epoch:
                 epoch = place // self.size
@@ -105,9 +105,9 @@ class GlobalOrderSampler(Sampler[int]):
     def order(self, epoch: int) -> torch.Tensor:
         """Return the indices of one epoch in their order."""
         if not self.shuffle:
-            return torch.arange(self.size)
+            return torch.arange(self.size, device="cpu")
         generator = torch.Generator().manual_seed((self.seed * 0x9E3779B97F4A7C15 + epoch) % 2**63)
-        return torch.randperm(self.size, generator=generator)
+        return torch.randperm(self.size, generator=generator, device="cpu")
 
     def position(self, samples: int) -> DataPosition:
         """Return the position after all ranks together have consumed this number of samples."""

@@ -94,7 +94,7 @@ class Ranks:
             made = make()
         except Exception as err:  # of any program: what the others wait for comes first
             failure = err
-        failed = self.gather(torch.tensor([failure is not None]).int())[:, 0].tolist()
+        failed = self.gather(torch.tensor([failure is not None], device="cpu").int())[:, 0].tolist()
         if failure is not None:
             raise failure
         if any(failed):
@@ -104,7 +104,7 @@ class Ranks:
 
     def pass_on(self, data: bytes, *, to: int, source: int) -> bytes:
         """Send bytes to a rank, and return those of another one. Every rank calls it; ranks are numbers in the group."""
-        sizes = self.gather(torch.tensor([len(data)]))[:, 0]
+        sizes = self.gather(torch.tensor([len(data)], device="cpu"))[:, 0]
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
         found = torch.empty(int(sizes[source]), dtype=torch.uint8, device=self.device)
         sent = dist.P2POp(dist.isend, own, self.ranks[to], self.group)

@@ -79,7 +79,7 @@ class Buddies(Generic[R]):
     def _check(self, step: int, turn: int) -> list[Verdict] | None:
         case, why = self._taken()
         own = [case is None, 0 if case is None else len(case.values), bool(why) or self._kind not in _OPTIONAL]
-        taken = self._ranks.gather(torch.tensor(own).long())
+        taken = self._ranks.gather(torch.tensor(own, device="cpu").long())
         if bool(taken[:, 0].any()):
             if bool((taken[:, 0] & taken[:, 2]).any()):
                 said = next(filter(None, self._ranks.gather_objects(why)), "it cannot be repeated on another rank")
@@ -88,7 +88,9 @@ class Buddies(Generic[R]):
         assert case is not None
         width = int(taken[:, 1].max())
         first = buddies(self._layout, turn)
-        values = self._ranks.gather(torch.tensor([_padded(each, width) for each in (case.values, self._repeated(case, first))]))
+        values = self._ranks.gather(
+            torch.tensor([_padded(each, width) for each in (case.values, self._repeated(case, first))], device="cpu")
+        )
         original, repeated = values[:, 0], values[:, 1]
         rows = {row for row, buddy in first.items() if not torch.equal(original[row], repeated[buddy])}
         suspects = [unit for unit in self._units if not rows.isdisjoint(unit)]
@@ -100,7 +102,7 @@ class Buddies(Generic[R]):
             return []
         told = [original, torch.stack([repeated[first[row]] for row in range(len(original))])]
         if second := seconds(self._layout, turn):
-            again = self._ranks.gather(torch.tensor(_padded(self._repeated(case, second), width)))
+            again = self._ranks.gather(torch.tensor(_padded(self._repeated(case, second), width), device="cpu"))
             told.append(torch.stack([again[second[row]] for row in range(len(original))]))
         by = [{row: row for row in first}, first, *[second] * bool(second)]
         every = torch.stack(told)
@@ -128,7 +130,7 @@ class Buddies(Generic[R]):
         more than the input and the gradient of the output.
         """
         own = self._ranks.together(lambda: [self.tap.repeat(case.data) for _ in range(REPEATS)])
-        repeats = self._ranks.gather(torch.tensor([_padded(each, original.shape[1]) for each in own]))
+        repeats = self._ranks.gather(torch.tensor([_padded(each, original.shape[1]) for each in own], device="cpu"))
         self._gated = True
         unsteady = repeats != repeats[:, :1]
         if bool(unsteady.any()):

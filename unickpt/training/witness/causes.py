@@ -72,7 +72,7 @@ class Causes:
         """
         asks = _NONE if place is None else _LARGE if large else _WEIGHTS if weights else _FOUND
         own = (0, 0) if place is None else (place.micro_batch, self._counters.order(place))
-        told = self._ranks.gather(torch.tensor([asks, *own]))
+        told = self._ranks.gather(torch.tensor([asks, *own], device="cpu"))
         every = told[:, 0]
         self._asked = bool(every.any())
         if not self._asked or bool((every == _WEIGHTS).all()) or step < self._not_before:
@@ -80,7 +80,9 @@ class Causes:
         first_of_all = self._first(told)
         number = first_of_all[0]  # ranks that compute together repeat the same one
         data, kept = self.recalled.data(number), self.recalled.kept(number)
-        can = self._ranks.gather(torch.tensor([len(data), kept is not None and bool(kept.of_output) and not kept.large]))
+        can = self._ranks.gather(
+            torch.tensor([len(data), kept is not None and bool(kept.of_output) and not kept.large], device="cpu")
+        )
         if not bool(can[:, 0].all()):
             return Cause.UNDECIDED
         backward = bool(can[:, 1].all())
@@ -121,7 +123,7 @@ class Causes:
         source = next(row for row, other in by.items() if other == self._own)
         if source != self._own:
             data = self._ranks.pass_on(data, to=by[self._own], source=source)
-        results = self._ranks.gather(torch.tensor([self._repeated(data, backward, large[source])]))[:, 0].tolist()
+        results = self._ranks.gather(torch.tensor([self._repeated(data, backward, large[source])], device="cpu"))[:, 0].tolist()
         row = by[self._own]
         return Repeat(self._ranks.ranks[row], self._ranks.hosts[row], results[row] or None)
 

@@ -37,7 +37,7 @@ def compare_replicas(snapshot: Snapshot, stepped: Sequence[Stepped], circle: Cir
     if not suspects:
         return []
     own = [repeated(stepped[circle.positions[column // 2]], column % 2, REPEATS) for column, _ in suspects]
-    again = ranks.gather(torch.tensor(own, dtype=torch.int64))
+    again = ranks.gather(torch.tensor(own, dtype=torch.int64, device="cpu"))
     verdicts = []
     for number, (column, group) in enumerate(suspects):
         values = {rank: (int(every[row[rank], column]), *again[row[rank], number].tolist()) for rank in group}
@@ -67,7 +67,7 @@ def compare_at_rest(changed: Sequence[Changed], step: int, ranks: Ranks) -> list
         ranks: of the job.
     """
     without = sum(not copies for _, copies in changed)
-    counts = ranks.gather(torch.tensor([len(changed), without]))
+    counts = ranks.gather(torch.tensor([len(changed), without], device="cpu"))
     if not bool(counts.any()):
         return []
     first = ranks.gather_objects([what for what, _ in changed[:MOST]])

@@ -31,7 +31,7 @@ def hashes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Raises:
         ConfigError: a tensor is sparse, or has no memory.
     """
-    found = torch.zeros(len(tensors), dtype=torch.int64)
+    found = torch.zeros(len(tensors), dtype=torch.int64, device="cpu")
     longest: dict[torch.device, int] = {}
     by_device: dict[torch.device, list[int]] = {}
     for at, tensor in enumerate(tensors):
@@ -42,8 +42,8 @@ def hashes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     for device, places in by_device.items():
         keys = _keys(min(BLOCK, -(-longest[device] // 8)), device)
         values = torch.stack([_of_bytes(tensors[at].detach(), keys) for at in places])
-        found[torch.tensor(places)] = values.cpu()
-    kinds = torch.tensor([_kind(tensor) for tensor in tensors], dtype=torch.int64)
+        found[torch.tensor(places, device="cpu")] = values.cpu()
+    kinds = torch.tensor([_kind(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
     return found ^ kinds
 
 

@@ -99,11 +99,11 @@ class Snapshot:
         for values in held.values():
             weight = next((value for key, value in values if key == WEIGHT), 0)
             found += [weight, _together([value for key, value in values if key != WEIGHT])]
-        return torch.tensor(found, dtype=torch.int64)
+        return torch.tensor(found, dtype=torch.int64, device="cpu")
 
 
 def _together(states: Sequence[int]) -> int:
-    return combined(torch.tensor(states, dtype=torch.int64)) if states else 0
+    return combined(torch.tensor(states, dtype=torch.int64, device="cpu")) if states else 0
 
 
 def repeated(each: Stepped, column: int, times: int) -> list[int]:

@@ -233,7 +233,7 @@ class Selves:
         """
         compared, differs = self.recomputed.take()
         own = [compared, differs is not None, differs is not None and not differs.steady]
-        every = self._ranks.gather(torch.tensor(own).long())
+        every = self._ranks.gather(torch.tensor(own, device="cpu").long())
         voters = [at for at, each in enumerate(every[:, 0].tolist()) if each]
         if not voters:
             if not self._gated:

@@ -396,7 +396,7 @@ def _given(gradient: torch.Tensor, _computed: torch.Tensor) -> torch.Tensor:
 def _joined(before: int, gradient: torch.Tensor) -> int:
     """Return the hash of a gradient, together with that of what came before; 0: nothing did."""
     found = _hash(gradient)
-    return combined(torch.tensor([before, found])) if before else found
+    return combined(torch.tensor([before, found], device="cpu")) if before else found
 
 
 @torch.no_grad()

@@ -238,7 +238,7 @@ class Watching:
 
     def _of_all(self, own: Sequence[Verdict]) -> list[Verdict]:
         """Return the verdicts of all circles, each once."""
-        if not bool(self.job.gather(torch.tensor([len(own)])).any()):
+        if not bool(self.job.gather(torch.tensor([len(own)], device="cpu")).any()):
             return []
         return list(dict.fromkeys(each for of_rank in self.job.gather_objects(list(own)) for each in of_rank))
 
@@ -346,7 +346,7 @@ def seeing(checks: Iterable[str], watched: Sequence[Watched], job: Ranks) -> set
     """Return the checks without ``replicas``, if no rank of the job has anything to compare there. Every rank calls it."""
     found = set(checks)
     own = any(circle.compares for each in watched for circle in each.circles)
-    if REPLICAS in found and not bool(job.gather(torch.tensor([own]).int()).any()):
+    if REPLICAS in found and not bool(job.gather(torch.tensor([own], device="cpu").int()).any()):
         found.discard(REPLICAS)
         if job.leads:
             logger.warning("unickpt: witness: no parameter has a copy on another rank, so the check replicas sees nothing")

@@ -113,10 +113,10 @@ def test_facts_differ_after_a_change(change: Callable[[list[torch.Tensor]], None
 
 
 def test_facts_of_an_object_that_has_ended_fit_no_more() -> None:
-    tensor = torch.zeros(3)
-    kept = KeptFacts(Facts(objects=[tensor]))
-    assert kept.fit(Facts(objects=[tensor]))
-    del tensor
+    module = torch.nn.Linear(2, 2)
+    kept = KeptFacts(Facts(objects=[module]))
+    assert kept.fit(Facts(objects=[module]))
+    del module
     gc.collect()
     kept._read[0] = []  # as if another object had its id
     assert not kept.fit(Facts())

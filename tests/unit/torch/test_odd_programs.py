@@ -1,0 +1,91 @@
+"""Sound programs with plain torch that do something unusual beside saves: the program goes on as without unickpt."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_unickpt
+import unickpt
+
+
+def job(width: int = 4, layers: int = 2) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+
+
+@pytest.fixture
+def another_default_device() -> Iterator[None]:
+    """Such as ``cuda``: a tensor on it cannot be read in host memory."""
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("another_default_device")
+def test_a_default_device_has_no_effect_on_saves_loads_and_the_witness(tmp_path: Path) -> None:
+    model, optimizer = job()
+    x = torch.randn(3, 4)
+    torch.set_default_device("meta")
+    for number, asynchronous in enumerate((False, True, True)):
+        options = unickpt.SaveOptions(asynchronous=asynchronous)
+        saved: Any = unickpt.save_training(model, optimizer, tmp_path / f"s{number}", step=number, options=options)
+        if asynchronous:
+            saved.wait()
+        assert saved.committed
+    weights = [each.detach().clone() for each in model.parameters()]
+    step(model, optimizer)
+    start = unickpt.load_training(model, optimizer, tmp_path / "s2")
+    assert start.step == 2
+    assert all(torch.equal(own, value) for own, value in zip(model.parameters(), weights, strict=True))
+    watching = torch_unickpt.witness(model, optimizer, {"every": 1, "checks": ["nonfinite", "outlier", "rest"]})
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+    assert watching.verdicts == []
+    watching.close()
+
+
+def test_a_program_may_swap_tensors_after_a_save(tmp_path: Path) -> None:
+    model, optimizer = job()
+    for number in range(2):
+        unickpt.save_training(model, optimizer, tmp_path / f"s{number}", step=number)
+        gc.collect()
+    weight: Any = model[0].weight  # type: ignore[index]
+    torch.utils.swap_tensors(weight, torch.nn.Parameter(torch.full((4, 4), 3.0)))
+    unickpt.save_training(model, optimizer, tmp_path / "s2", step=2)
+    other, _ = job()
+    unickpt.load_training(other, None, tmp_path / "s2")
+    assert torch.equal(other[0].weight, torch.full((4, 4), 3.0))  # type: ignore[index]
+
+
+def test_a_forked_child_may_step_while_a_save_copies(tmp_path: Path) -> None:
+    model, optimizer = job(512, 16)
+    options = unickpt.SaveOptions(asynchronous=True)
+    unickpt.save_training(model, optimizer, tmp_path / "s0", step=0, options=options).wait()
+    for number in range(1, 4):
+        step(model, optimizer)
+        saved = unickpt.save_training(model, optimizer, tmp_path / f"s{number}", step=number, options=options)
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            step(*job())
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        saved.wait()
+        assert saved.committed
