@@ -91,6 +91,7 @@ class Counters:
         require_layers(model, "nonfinite")
         self._model, self._wrapped = model, inner is not None and inner is not model
         self._names = [""]
+        self._of_outputs: list[Any] = []  # hooks
         self._order: dict[int, None] = {}  # layers as they were first called
         self._rows: list[_Seen] = []  # of each micro-batch, by direction and number of the layer
         self._usual: set[str] = set()
@@ -124,6 +125,9 @@ class Counters:
     def clear(self) -> None:
         """Begin a step."""
         self._rows, self._full = [], False
+        for hook in self._of_outputs:  # a program may use an output in several steps
+            hook.remove()
+        self._of_outputs = []
         self._of_gradients = _Seen()
         if self._of_step:
             self._learn(self._of_step)
@@ -152,7 +156,7 @@ class Counters:
         for tensor in floats(output):
             row.add((False, at), tensor)
             if tensor.grad_fn is not None:  # a layer may return a parameter, such as a bias, which would keep the hook
-                tensor.register_hook(partial(row.add, (True, at)))  # type: ignore[no-untyped-call]
+                self._of_outputs.append(tensor.register_hook(partial(row.add, (True, at))))  # type: ignore[no-untyped-call]
 
     def found(self, finite: Callable[[], bool]) -> Place | None:
         """Return where values that are not finite appear first, if they reach a gradient that the next step uses.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,10 +35,6 @@ class Kept:
     of_output: dict[int, torch.Tensor] = field(default_factory=dict)
     large: bool = False
 
-    def without_gradient(self, _err: Exception) -> None:
-        """A gradient of an output cannot be kept."""
-        self.large = True
-
     @property
     def whole(self) -> bool:
         """Whether it is as it was, as far as torch counts writes."""
@@ -55,7 +51,7 @@ class Recalled:
     def __init__(self, tap: Tap) -> None:
         self.tap = tap
         self._kept: list[Kept] = []
-        self._of_leaves: list[Any] = []
+        self._of_outputs: list[Any] = []  # hooks
         self._bytes = 0
         self._buffers: list[tuple[tuple[int, int], torch.Tensor]] = []  # address and counter of writes, and copy
         self._hooks = [
@@ -72,9 +68,9 @@ class Recalled:
     def clear(self) -> None:
         """A step begins."""
         self._kept, self._bytes = [], 0
-        for hook in self._of_leaves:
+        for hook in self._of_outputs:
             hook.remove()
-        self._of_leaves = []
+        self._of_outputs = []
 
     def kept(self, number: int) -> Kept | None:
         """Return the n-th micro-batch; None if it cannot be repeated."""
@@ -134,10 +130,26 @@ class Recalled:
             return
         for at, tensor in enumerate(floats(output)):
             if tensor.requires_grad:
-                kept = self._kept[-1]
-                noted = quiet_gradient(partial(self._of_output, kept, at), kept.without_gradient)
-                hook = tensor.register_hook(noted)  # type: ignore[no-untyped-call]
-                self._of_leaves += [hook] * tensor.is_leaf  # a parameter keeps it
+                self._of_outputs.append(tensor.register_hook(self._noting(self._kept[-1], at)))  # type: ignore[no-untyped-call]
+
+    def _noting(self, kept: Kept, at: int) -> Callable[..., None]:
+        """Return the hook of a tensor of an output.
+
+        It keeps nothing alive: the tensor may be one of the input, and Python does not see that a tensor keeps its hooks.
+        """
+        itself, of = weakref.ref(self), weakref.ref(kept)
+
+        def note(gradient: torch.Tensor) -> None:
+            recalled, kept = itself(), of()
+            if recalled is not None and kept is not None:
+                recalled._of_output(kept, at, gradient)
+
+        def failed(_err: Exception) -> None:
+            kept = of()
+            if kept is not None:
+                kept.large = True
+
+        return quiet_gradient(note, failed)
 
     def _of_output(self, kept: Kept, at: int, gradient: torch.Tensor) -> None:
         if at in kept.of_output or not self._fits([gradient]):

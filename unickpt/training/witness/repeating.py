@@ -51,6 +51,10 @@ class _Recording:
     hooks: list[Any] = field(default_factory=list)
     closed: bool = False
 
+    def drop(self) -> None:
+        """Free what it holds: hooks keep it as long as the program keeps an output."""
+        self.before, self.of_output = b"", {}
+
     def fail(self, err: Exception) -> None:
         """It cannot be repeated."""
         self.unsuited = self.unsuited or f"a micro-batch cannot be recorded: {type(err).__name__}: {err}"
@@ -125,6 +129,8 @@ class Tap:
     def close(self) -> None:
         """Remove the hooks."""
         self._close_recording()
+        if self._recording is not None:
+            self._recording.drop()
         for hook in self._hooks:
             hook.remove()
 
@@ -140,9 +146,11 @@ class Tap:
         if recording is None:
             return None, "the program did not call the model that it has given to the witness"
         if recording.unsuited or not recording.of_output:
+            recording.drop()
             return None, recording.unsuited or _NO_GRADIENT
         buffer = io.BytesIO()
         torch.save((recording.before, recording.of_output), buffer)
+        recording.drop()
         gradients = (recording.gradients.get(at, 0) for at in range(len(self.names) - 1))
         return Case(buffer.getvalue(), (recording.output, *gradients)), ""
 
