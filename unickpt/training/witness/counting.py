@@ -17,13 +17,12 @@ import torch
 from unickpt.base.errors import ConfigError
 from unickpt.base.module_hooks import ModuleHook
 from unickpt.training.witness.held import local
-from unickpt.training.witness.nonfinite import Counted, Place, first_place
+from unickpt.training.witness.nonfinite import MOST_MICRO_BATCHES, Counted, Place, first_place
 from unickpt.training.witness.outputs import floats
 from unickpt.training.witness.quiet import ignore, quiet
 
 FACTOR = 1024.0  # times the largest value of the steps before; a step of training changes it by far less
 WARM_UP = 20  # steps before a value counts as an outlier
-_MOST = 1024  # micro-batches of a step that are looked at
 _STAYS = 3  # steps with outliers after which they are usual
 
 
@@ -144,7 +143,7 @@ class Counters:
     def _begins(self, model: torch.nn.Module, _args: Any) -> None:
         if self.paused or self._repeats or not model.training or not torch.is_grad_enabled():
             return
-        self._full = len(self._rows) >= _MOST  # a program may never step
+        self._full = len(self._rows) >= MOST_MICRO_BATCHES
         if not self._full:
             self._rows.append(_Seen())
 

@@ -6,6 +6,8 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+MOST_MICRO_BATCHES = 1024  # of a step that are looked at: a program may never step
+
 
 class Cause(str, Enum):
     """Why values are not finite.

@@ -1,10 +1,10 @@
-"""The micro-batches since the last step, so that they can be repeated. They are kept as they are, and not copied."""
+"""The micro-batches since the last step, so that they can be repeated. Their inputs are kept as they are, and not copied."""
 
 from __future__ import annotations
 
 import io
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +12,12 @@ import torch
 
 from unickpt.base.module_hooks import ModuleHook
 from unickpt.training.witness.cases import Begun
+from unickpt.training.witness.nonfinite import MOST_MICRO_BATCHES
 from unickpt.training.witness.outputs import floats
 from unickpt.training.witness.quiet import quiet, quiet_gradient
 from unickpt.training.witness.repeating import Tap
 
-MOST_BYTES = 256 << 20  # of inputs, and of gradients of outputs, that stay in memory until the step
+MOST_BYTES = 256 << 20  # of inputs, copies of buffers, and gradients of outputs, that stay in memory until the step
 
 
 @dataclass
@@ -41,6 +42,24 @@ class Kept:
         return self.begun is not None and all(tensor._version == version for tensor, version in self.marks)
 
 
+_NOTHING = Kept(None)  # of any micro-batch that cannot be repeated
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A buffer, its memory, which nothing else gets as long as this is kept, its counter of writes, and its copy."""
+
+    buffer: torch.Tensor
+    memory: torch.Tensor
+    version: int
+    copy: torch.Tensor
+
+    def is_of(self, buffer: torch.Tensor) -> bool:
+        """Return whether this is a copy of a buffer as it is now."""
+        same = self.buffer is buffer and self.memory.data_ptr() == buffer.data_ptr() and self.copy.shape == buffer.shape
+        return same and self.version == buffer._version
+
+
 class Recalled:
     """The micro-batches of a model since ``clear``.
 
@@ -53,21 +72,24 @@ class Recalled:
         self._kept: list[Kept] = []
         self._of_outputs: list[Any] = []  # hooks
         self._bytes = 0
-        self._buffers: list[tuple[tuple[int, int], torch.Tensor]] = []  # address and counter of writes, and copy
+        self._full = self._closed = False
+        self._buffers: list[_Copied] = []
         self._hooks = [
             tap.inner.register_forward_pre_hook(ModuleHook(quiet(self._begins, self._lost)), with_kwargs=True),
             tap.inner.register_forward_hook(ModuleHook(quiet(self._computed, self._lost))),
         ]
 
     def close(self) -> None:
-        """Remove the hooks, and what is kept."""
+        """Remove the hooks, and what is kept. Copies of the model keep the hooks."""
+        self._closed = True
         self.clear()
+        self._buffers = []
         for hook in self._hooks:
             hook.remove()
 
     def clear(self) -> None:
         """A step begins."""
-        self._kept, self._bytes = [], 0
+        self._kept, self._bytes, self._full = [], 0, False
         for hook in self._of_outputs:
             hook.remove()
         self._of_outputs = []
@@ -90,43 +112,59 @@ class Recalled:
         return buffer.getvalue()
 
     def _begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if self.tap.repeats or not module.training or not torch.is_grad_enabled():
+        if self._leaves_out(module):
             return
-        self._kept.append(Kept(None))
-        self._kept[-1] = self._noted(self.tap.begun(args, kwargs, self._copies(module)))
+        self._full = len(self._kept) >= MOST_MICRO_BATCHES
+        if self._full:
+            return
+        self._kept.append(_NOTHING)
+        begun = self.tap.begun(_without_graph(args), _without_graph(kwargs), [])
+        tensors = list(_tensors((begun.args, begun.kwargs, begun.received)))
+        if self._fits([*tensors, *_tensors(begun.random), *self._written(module)]):
+            begun.buffers.extend(self._copies(module))
+            self._kept[-1] = Kept(begun, [(each, each._version) for each in tensors])
+
+    def _leaves_out(self, module: torch.nn.Module) -> bool:
+        """Return whether what runs now is no micro-batch of the training."""
+        return self._closed or self.tap.repeats or not module.training or not torch.is_grad_enabled()
 
     def _lost(self, _err: Exception) -> None:
         """The last micro-batch cannot be repeated."""
-        if self._kept:
-            self._kept[-1] = Kept(None)
+        if self._kept and not self._full:
+            self._kept[-1] = _NOTHING
 
-    def _noted(self, begun: Begun) -> Kept:
-        tensors = list(_tensors((begun.args, begun.kwargs, begun.received)))
-        if not self._fits(tensors):
-            return Kept(None)
-        return Kept(begun, [(each, each._version) for each in tensors])
-
-    def _fits(self, tensors: list[torch.Tensor]) -> bool:
+    def _fits(self, tensors: Iterable[torch.Tensor]) -> bool:
         size = sum(each.numel() * each.element_size() for each in tensors)
         fits = self._bytes + size <= MOST_BYTES
         self._bytes += size if fits else 0
         return fits
 
+    def _written(self, module: torch.nn.Module) -> Iterator[torch.Tensor]:
+        """Yield the buffers whose copies take more memory than one copy of all does, which is always there."""
+        if any(each.begun is not None for each in self._kept):
+            for at, each in enumerate(module.buffers()):
+                if not self._is_copied(at, each):
+                    yield each
+
+    def _is_copied(self, at: int, buffer: torch.Tensor) -> bool:
+        """Return whether nobody has written to a buffer since it was copied."""
+        return at < len(self._buffers) and self._buffers[at].is_of(buffer)
+
     def _copies(self, module: torch.nn.Module) -> list[torch.Tensor]:
         """Return copies of the buffers. Those that nobody has written to since are those of the last micro-batch."""
-        before, found = self._buffers, []
-        for at, each in enumerate(module.buffers()):
-            mark = each.data_ptr(), each._version
-            same = at < len(before) and before[at][0] == mark and before[at][1].shape == each.shape
-            found.append(before[at] if same else (mark, each.detach().clone()))
-        self._buffers = found
-        return [each for _, each in found]
+        self._buffers = [
+            self._buffers[at]
+            if self._is_copied(at, each)
+            else _Copied(each, each.detach(), each._version, each.detach().clone())
+            for at, each in enumerate(module.buffers())
+        ]
+        return [each.copy for each in self._buffers]
 
     def _computed(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
-        if self.tap.repeats or not module.training or not torch.is_grad_enabled() or not self._kept:
+        if self._leaves_out(module) or self._full or not self._kept or self._kept[-1] is _NOTHING:
             return
         if self.tap.gathering and self.tap.refuses(output):
-            self._kept[-1] = Kept(None)
+            self._kept[-1] = _NOTHING
             return
         for at, tensor in enumerate(floats(output)):
             if tensor.requires_grad:
@@ -157,6 +195,15 @@ class Recalled:
             return
         kept.of_output[at] = gradient.detach()
         kept.marks.append((kept.of_output[at], gradient._version))
+
+
+def _without_graph(value: Any) -> Any:
+    """Return an argument without what has computed its tensors, which would keep the forward pass of other models."""
+    if isinstance(value, torch.Tensor):
+        return value if value.grad_fn is None else value.detach().requires_grad_()
+    if type(value) in (tuple, list):
+        return type(value)(map(_without_graph, value))
+    return {key: _without_graph(each) for key, each in value.items()} if type(value) is dict else value
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -51,3 +51,77 @@ def test_an_output_that_is_used_in_several_steps_collects_no_hooks() -> None:
         recalled.clear()
         counters.clear()
     assert not position._backward_hooks
+
+
+def test_a_program_that_never_steps_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(2, 2)
+    recalled, counters = recalled_of(model), Counters(model)
+    for _ in range(1500):
+        model(torch.ones(1, 2))
+    assert len(recalled._kept) == len(counters._rows) == 1024
+    assert recalled.kept(1023) is not None
+    recalled.clear()
+    monkeypatch.setattr("unickpt.training.witness.recalling.MOST_BYTES", 50_000)  # of which a random state takes 5056
+    for _ in range(100):
+        model(torch.ones(1, 2))
+    assert sum(each.begun is not None for each in recalled._kept) == 9
+    recalled.close()
+
+
+def test_copies_of_buffers_that_are_written_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unickpt.training.witness.recalling.MOST_BYTES", 1 << 20)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model.register_buffer("queue", torch.zeros(1 << 17))  # 512 KiB
+    model.register_buffer("still", torch.zeros(1 << 20))  # 4 MiB, whose only copy is always there
+    recalled = recalled_of(model)
+    for _ in range(2):
+        for _ in range(6):
+            model(torch.ones(1, 4))
+            model.get_buffer("queue")[0] += 1
+        kept = [each.begun.buffers for each in recalled._kept if each.begun is not None]
+        assert [float(queue[0]) for queue, _ in kept] == [float(kept[0][0][0]) + at for at in range(2)]
+        assert len({still.data_ptr() for _, still in kept}) == 1
+        recalled.clear()
+
+
+def test_an_input_keeps_nothing_of_the_forward_pass_of_another_model() -> None:
+    class Hidden(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.of = x * 2
+            freed.append(weakref.ref(ctx.of))
+            return ctx.of.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            return gradient * ctx.of
+
+    freed: list[Any] = []
+    model = Layer(lambda x, weight: x["given"][0] * weight)
+    recalled = recalled_of(model)
+    given = Hidden.apply(torch.ones(4, requires_grad=True))
+    model({"given": [given]}).detach()
+    begun = recalled._kept[0].begun
+    assert begun is not None
+    kept = begun.args[0]["given"][0]
+    assert kept.requires_grad
+    assert kept.data_ptr() == given.data_ptr()
+    del given
+    gc.collect()
+    assert freed[0]() is None
+    with torch.no_grad():
+        kept += 1
+    assert recalled.kept(0) is None  # the program has written to it
+
+
+def test_a_buffer_that_is_replaced_is_not_taken_for_the_one_before() -> None:
+    """The new one may lie where the old one was, with the same counter of writes."""
+    model, memory = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.zeros(4)
+    model.register_buffer("scale", memory.data)
+    recalled = recalled_of(model)
+    for value in range(3):
+        model.scale = memory.fill_(value).data
+        model(torch.ones(1, 4))
+        begun = recalled._kept[-1].begun
+        assert begun is not None
+        assert begun.buffers[0].tolist() == [value] * 4
