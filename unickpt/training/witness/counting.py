@@ -24,13 +24,29 @@ from unickpt.training.witness.quiet import ignore, quiet
 FACTOR = 1024.0  # times the largest value of the steps before; a step of training changes it by far less
 WARM_UP = 20  # steps before a value counts as an outlier
 _STAYS = 3  # steps with outliers after which they are usual
+_MOST = 4096  # values of a micro-batch that are kept one by one, if a program calls layers again and again
+
+
+_Range = tuple[Hashable, torch.Tensor, torch.Tensor]  # of what, least and largest value
+
+
+def _joined(ranges: Iterable[_Range]) -> list[_Range]:
+    """Return one range for each thing. Its ends are not finite where one of the ranges is not. Nothing waits for the device."""
+    of: dict[Hashable, list[_Range]] = {}
+    for each in ranges:
+        of.setdefault(each[0], []).append(each)
+    return [
+        (what, torch.stack([low for _, low, _ in some]).amin(), torch.stack([high for _, _, high in some]).amax())
+        for what, some in of.items()
+    ]
 
 
 @dataclass
 class _Seen:
     """Least and largest values of tensors, by dtype and device, each with what it is of."""
 
-    of: dict[tuple[torch.dtype, torch.device], list[tuple[Hashable, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    of: dict[tuple[torch.dtype, torch.device], list[_Range]] = field(default_factory=dict)
+    most: int = _MOST
 
     @torch.no_grad()
     def add(self, what: Hashable, tensor: torch.Tensor) -> None:
@@ -40,9 +56,13 @@ class _Seen:
                 return
             values = values if values.dtype.itemsize > 1 else values.float()  # fp8 has no order
             low, high = torch.aminmax(values)
+            found = self.of.setdefault((values.dtype, values.device), [])
+            found.append((what, low, high))
+            if len(found) > self.most:
+                found[:] = _joined(found)
+                self.most = max(self.most, 2 * len(found))
         except Exception:  # of any class or dtype of tensor: the program that computes it must not notice
             return
-        self.of.setdefault((values.dtype, values.device), []).append((what, low, high))
 
     @torch.no_grad()
     def bad(self) -> set[Hashable]:
@@ -116,8 +136,10 @@ class Counters:
                 self._hooks.append(parameter.register_hook(self._gradient))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and what is kept. Copies of the model keep the hooks."""
         self._closed = True
+        self._of_step = {}
+        self.clear()
         for hook in self._hooks:
             hook.remove()
 
@@ -137,18 +159,18 @@ class Counters:
         return not self._of_gradients.bad()
 
     def _gradient(self, gradient: torch.Tensor) -> None:
-        if not (self.paused or self._repeats or self._full):
+        if not (self._closed or self.paused or self._repeats or self._full):
             self._of_gradients.add("", gradient)
 
     def _begins(self, model: torch.nn.Module, _args: Any) -> None:
-        if self.paused or self._repeats or not model.training or not torch.is_grad_enabled():
+        if self._closed or self.paused or self._repeats or not model.training or not torch.is_grad_enabled():
             return
         self._full = len(self._rows) >= MOST_MICRO_BATCHES
         if not self._full:
             self._rows.append(_Seen())
 
     def _computed(self, at: int, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        if self.paused or self._full or not self._rows or not self._model.training:
+        if self._closed or self.paused or self._full or not self._rows or not self._model.training:
             return
         self._order.setdefault(at)
         row = self._rows[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from unickpt.training.witness.counting import Counters
+from unickpt.training.witness.nonfinite import Place
 from unickpt.training.witness.recalling import Recalled
 from unickpt.training.witness.repeating import Tap
 
@@ -125,3 +127,33 @@ def test_a_buffer_that_is_replaced_is_not_taken_for_the_one_before() -> None:
         begun = recalled._kept[-1].begun
         assert begun is not None
         assert begun.buffers[0].tolist() == [value] * 4
+
+
+def test_a_watch_that_is_closed_keeps_nothing_of_copies_of_the_model() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    recalled, counters = recalled_of(model), Counters(model)
+    model(torch.ones(1, 4)).sum().backward()
+    copied = copy.deepcopy(model)
+    recalled.close()
+    counters.close()
+    copied(torch.ones(1, 4)).sum().backward()
+    with torch.no_grad():
+        copied(torch.ones(1, 4))
+    assert (recalled._kept, recalled._buffers, counters._rows) == ([], [], [])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_layer_that_is_called_again_and_again_fills_no_memory(bad: float) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Identity(), torch.nn.Identity())
+    counters = Counters(model)
+    model(torch.ones(1, 1)).sum().backward()
+    with torch.no_grad():  # as reentrant checkpointing computes it
+        for at in range(10_000):
+            model[1](torch.tensor([bad if at == 5000 else 1.0]))
+    assert [sum(map(len, row.of.values())) < 4100 for row in counters._rows] == [True]
+    assert counters.found(lambda: False) == Place("1", False, 0)
+    counters.clear()
+    model(torch.ones(1, 1))
+    for at in range(10_000):
+        model[1](torch.tensor([-1e4 if at == 5000 else 1.0]))
+    assert counters._rows[0].largest()[False, 2] == 1e4
