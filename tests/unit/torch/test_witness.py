@@ -387,3 +387,21 @@ def test_a_checkpoint_has_what_the_witness_had_passed(tmp_path: Path) -> None:
     assert saved(3) == Passed(2, ("rest",))
     watching.close()
     assert saved(4) is None
+
+
+def test_gradients_of_each_sample_do_not_end_it() -> None:
+    """Tensors of a transform cannot be read after it. The micro-batch without transforms is still looked at."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = torch_unickpt.witness(model, optimizer, {"checks": ["nonfinite", "outlier"]})
+    detached = {name: each.detach() for name, each in model.named_parameters()}
+
+    def loss(parameters: Any, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.func.functional_call(model, parameters, (x[None],)).sum()
+        return found
+
+    for inputs in (GOOD, BAD):
+        torch.func.vmap(torch.func.grad(loss), (None, 0))(detached, GOOD)
+        step(model, optimizer, inputs)
+    assert [each.place for each in watching.verdicts if isinstance(each, NonFinite)] == [Place("0", False, 1)]
+    watching.close()

@@ -18,7 +18,7 @@ from unickpt.base.errors import ConfigError
 from unickpt.base.module_hooks import ModuleHook
 from unickpt.training.witness.held import local
 from unickpt.training.witness.nonfinite import MOST_MICRO_BATCHES, Counted, Place, first_place
-from unickpt.training.witness.outputs import floats
+from unickpt.training.witness.outputs import floats, in_transform
 from unickpt.training.witness.quiet import ignore, quiet
 
 FACTOR = 1024.0  # times the largest value of the steps before; a step of training changes it by far less
@@ -170,7 +170,7 @@ class Counters:
             self._rows.append(_Seen())
 
     def _computed(self, at: int, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        if self._closed or self.paused or self._full or not self._rows or not self._model.training:
+        if self._closed or self.paused or self._full or not self._rows or not self._model.training or in_transform():
             return
         self._order.setdefault(at)
         row = self._rows[-1]

@@ -21,6 +21,12 @@ def floats(output: Any) -> Iterator[torch.Tensor]:
         yield from floats(tuple(output.values()))
 
 
+def in_transform() -> bool:
+    """Return whether a transform of ``torch.func`` runs, such as ``vmap``: its tensors are of no use after it."""
+    level = getattr(getattr(torch._C, "_functorch", None), "maybe_current_level", None)
+    return level is not None and level() is not None
+
+
 def is_checkpointed(output: Iterator[torch.Tensor]) -> bool:
     """Return whether reentrant checkpointing, of torch or DeepSpeed, has a part in computing these tensors."""
     waiting = [each.grad_fn for each in output if each.grad_fn is not None]

@@ -13,7 +13,7 @@ import torch
 from unickpt.base.module_hooks import ModuleHook
 from unickpt.training.witness.cases import Begun
 from unickpt.training.witness.nonfinite import MOST_MICRO_BATCHES
-from unickpt.training.witness.outputs import floats
+from unickpt.training.witness.outputs import floats, in_transform
 from unickpt.training.witness.quiet import quiet, quiet_gradient
 from unickpt.training.witness.repeating import Tap
 
@@ -118,6 +118,8 @@ class Recalled:
         if self._full:
             return
         self._kept.append(_NOTHING)
+        if in_transform():
+            return
         begun = self.tap.begun(_without_graph(args), _without_graph(kwargs), [])
         tensors = list(_tensors((begun.args, begun.kwargs, begun.received)))
         if self._fits([*tensors, *_tensors(begun.random), *self._written(module)]):
