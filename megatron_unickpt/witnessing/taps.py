@@ -53,7 +53,7 @@ class ChunkSurroundings(Surroundings):
 
 
 class MegatronGenerators(Generators):
-    """torch's own random generators, and those of Megatron for tensor parallel ranks."""
+    """Random generators of any model, and those of Megatron for tensor parallel ranks."""
 
     def states(self) -> Any:
         """Return copies of their states."""
@@ -104,7 +104,7 @@ def tap_of(chunk: torch.nn.Module, inner: torch.nn.Module, parameters: Mapping[s
     """Return what repeats micro-batches of a chunk. ``parameters``: of the chunk, by name."""
     trained = {name: each for name, each in parameters.items() if each.requires_grad}
     device = next((each.device for each in trained.values()), torch.device("cpu"))
-    surroundings, generators = ChunkSurroundings(chunk, inner), MegatronGenerators(device)
+    surroundings, generators = ChunkSurroundings(chunk, inner), MegatronGenerators(device, inner)
     return Tap(inner, trained, generators=generators, surroundings=surroundings)
 
 

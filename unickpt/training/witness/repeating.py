@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from unickpt.base.module_hooks import ModuleHook
+from unickpt.training.witness.attributes import attributes_kept
 from unickpt.training.witness.cases import Begun, Case, loaded
 from unickpt.training.witness.hashes import combined, hashes
 from unickpt.training.witness.outputs import floats, is_checkpointed
@@ -102,7 +103,7 @@ class Tap:
             *["the gradient of the input"] * len(self._slots),
         ]
         self._device = self._parameters[0].device
-        self._generators = generators or Generators(self._device)
+        self._generators = generators or Generators(self._device, model)
         self._plain = plain
         self._armed, self._repeating = False, False
         self._recording: _Recording | None = None
@@ -190,7 +191,7 @@ class Tap:
                 hooks.append(leaf.register_hook(partial(_freed, gradient, at)))  # type: ignore[no-untyped-call]
 
         try:
-            with self._surroundings.kept(), self._with_received(begun.received, watch):
+            with attributes_kept(self.inner), self._surroundings.kept(), self._with_received(begun.received, watch):
                 self._restore(begun.random, begun.buffers)
                 autocast = torch.autocast(self._device.type, dtype=begun.autocast[1], enabled=begun.autocast[0])
                 with torch.enable_grad(), autocast, self._leaves_to(watch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,21 +12,56 @@ import torch
 
 
 class Generators:
-    """torch's own random generators, of the CPU and of one device."""
+    """Random generators: torch's own, of the CPU and of one device, those of Python and numpy, and those of a model.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: see above.
+        model: whose modules hold generators.
+    """
+
+    def __init__(self, device: torch.device, model: torch.nn.Module | None = None) -> None:
         self._device = device
+        held = {} if model is None else {id(each): each for module in model.modules() for each in _generators(module)}
+        self._held = list(held.values())
 
     def states(self) -> Any:
-        """Return copies of their states, which any rank of the job can load."""
-        found = [torch.get_rng_state()]
-        return [*found, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else found
+        """Return copies of their states, which any rank of the job can load. Nothing in them is of numpy."""
+        own, held = [torch.get_rng_state()], [each.get_state() for each in self._held]
+        if self._device.type == "cuda":
+            own.append(torch.cuda.get_rng_state(self._device))
+        numpy = sys.modules.get("numpy.random")  # a program without it has drawn nothing from it
+        return own, held, random.getstate(), None if numpy is None else _without_arrays(numpy.get_state(legacy=False))
 
     def restore(self, states: Any) -> None:
         """Go back to these states."""
-        torch.set_rng_state(states[0])
-        if len(states) > 1:
-            torch.cuda.set_rng_state(states[1], self._device)
+        own, held, python, of_numpy = states
+        torch.set_rng_state(own[0])
+        if len(own) > 1:
+            torch.cuda.set_rng_state(own[1], self._device)
+        for each, state in zip(self._held, held, strict=True):
+            each.set_state(state)
+        random.setstate(python)
+        if of_numpy is not None and "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].set_state(_with_arrays(of_numpy))
+
+
+def _generators(module: torch.nn.Module) -> Iterator[torch.Generator]:
+    return (each for each in vars(module).values() if isinstance(each, torch.Generator))
+
+
+def _without_arrays(state: Any) -> Any:
+    """Return the state of a generator of numpy with a tensor in the place of each array of unsigned numbers."""
+    if isinstance(state, dict):
+        return {key: _without_arrays(each) for key, each in state.items()}
+    return (
+        torch.from_numpy(state.view(f"i{state.itemsize}")) if hasattr(state, "itemsize") and hasattr(state, "view") else state
+    )
+
+
+def _with_arrays(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _with_arrays(each) for key, each in state.items()}
+    return state.numpy().view(f"u{state.element_size()}") if isinstance(state, torch.Tensor) else state
 
 
 class Surroundings:

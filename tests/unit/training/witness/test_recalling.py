@@ -63,10 +63,10 @@ def test_a_program_that_never_steps_fills_no_memory(monkeypatch: pytest.MonkeyPa
     assert len(recalled._kept) == len(counters._rows) == 1024
     assert recalled.kept(1023) is not None
     recalled.clear()
-    monkeypatch.setattr("unickpt.training.witness.recalling.MOST_BYTES", 50_000)  # of which a random state takes 5056
+    monkeypatch.setattr("unickpt.training.witness.recalling.MOST_BYTES", 50_000)  # of which random states take 5056 or more
     for _ in range(100):
         model(torch.ones(1, 2))
-    assert sum(each.begun is not None for each in recalled._kept) == 9
+    assert 5 < sum(each.begun is not None for each in recalled._kept) < 10
     recalled.close()
 
 

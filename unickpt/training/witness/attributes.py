@@ -1,0 +1,69 @@
+"""Attributes of the modules of a model, such as counters and hidden states, that a repetition leaves as they were."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+MOST_BYTES = 64 << 20  # of a tensor that is copied
+_OF_TORCH = vars(torch.nn.Module()).keys() - {"training", "_buffers"}  # parameters, modules and hooks
+_CONTAINERS: Any = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+
+
+@contextmanager
+def attributes_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Leave the attributes of the modules of a model as they are, whatever is done meanwhile.
+
+    Containers get back what they hold, but not what is inside of that. Small tensors that are no parameters get back their
+    values, but not those that containers hold. Of buffers, only which tensors they are.
+    """
+    kept = [_Attributes(module) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for each in kept:
+            each.restore()
+
+
+class _Attributes:
+    """Those of a module, as they are now."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._all = vars(module)
+        self._kept = {name: value for name, value in self._all.items() if name not in _OF_TORCH}
+        values = self._kept.values()
+        self._containers = [(value, value.copy()) for value in values if type(value) in _CONTAINERS]
+        self._generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
+        self._tensors = [(value, value._version, value.clone()) for value in values if _has_state(value)]
+
+    def restore(self) -> None:
+        for name in self._all.keys() - self._kept.keys() - _OF_TORCH:
+            del self._all[name]
+        self._all.update(self._kept)
+        for container, before in self._containers:
+            if not _same(container, before):
+                container.clear()
+                (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        with torch.no_grad():
+            for tensor, version, value in self._tensors:
+                if tensor._version != version:
+                    tensor.copy_(value)
+
+
+def _has_state(value: Any) -> bool:
+    """Return whether it is a plain tensor that a forward pass may write to, and that autograd does not know."""
+    plain = type(value) is torch.Tensor and not (value.requires_grad or value.is_inference() or value.is_nested)
+    return plain and value.numel() * value.element_size() <= MOST_BYTES
+
+
+def _same(container: Any, before: Any) -> bool:
+    """Return whether a container holds the same objects as before, in the same order."""
+    if isinstance(container, dict) and not _same(list(container.values()), list(before.values())):
+        return False
+    return len(container) == len(before) and all(a is b for a, b in zip(container, before, strict=True))
