@@ -10,15 +10,18 @@ from typing import Any
 class ModuleHook:
     """A hook of a module, which calls a function.
 
-    A copy of the model keeps it. A pickled model has one of the standard library instead, which does nothing. So the model can
-    be read without unickpt.
+    Code that torch compiles or exports does not have it. A copy of the model keeps it. A pickled model has one of the standard
+    library instead, which does nothing. So the model can be read without unickpt.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+        self.__name__ = type(self).__name__  # as hooks have that are functions
 
     def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
+        import torch
+
+        return None if torch.compiler.is_compiling() else self._function(*args)
 
     def __deepcopy__(self, _known: dict[int, Any]) -> ModuleHook:
         return self

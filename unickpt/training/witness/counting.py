@@ -154,6 +154,10 @@ class Counters:
             self._learn(self._of_step)
             self._of_step = {}
 
+    def blind(self) -> bool:
+        """Return whether no layer was seen in any micro-batch since the last step, or the program has compiled some since."""
+        return not self._rows or is_compiled(self._model)
+
     def gradients_finite(self) -> bool:
         """Return whether the gradients of the parameters were finite in all micro-batches since the last step."""
         return not self._of_gradients.bad()

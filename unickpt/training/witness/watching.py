@@ -269,6 +269,11 @@ class Watching:
             self._told(watched, BUDDY, step, verdicts)
 
     def _count(self, watched: Watched) -> None:
+        if self._is_news("first") and all(each.blind() for each in self.counters) and self.job.leads:
+            logger.warning(
+                "unickpt: witness: nonfinite and outlier see no layers: the program has compiled the model since, or calls "
+                "another one"
+            )
         place = None
         if NONFINITE in self.checks:
             place = next(filter(None, (each.found(watched.finite) for each in self.counters)), None)
