@@ -14,12 +14,14 @@ from unickpt.base.listing import some
 from unickpt.base.logs import logger
 from unickpt.base.module_hooks import ModuleHook
 from unickpt.training.witness.agreeing import Ranks
+from unickpt.training.witness.attributes import attributes_kept
 from unickpt.training.witness.counting import require_layers
 from unickpt.training.witness.hashes import hashes
 from unickpt.training.witness.held import local
 from unickpt.training.witness.outputs import floats
 from unickpt.training.witness.quiet import ignore, quiet
 from unickpt.training.witness.schedule import components
+from unickpt.training.witness.surroundings import Generators
 from unickpt.training.witness.vote import Ballot, Kind, Subject, Verdict, differing_from_itself, vote
 
 REPEATS = 3
@@ -60,7 +62,7 @@ class _Recording:
 
     first: dict[str, torch.Tensor] = field(default_factory=dict)
     several: set[str] = field(default_factory=set)
-    random: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    random: dict[str, Any] = field(default_factory=dict)
     compared: set[str] = field(default_factory=set)
     differs: Differs | None = None
     closed: bool = False
@@ -134,7 +136,7 @@ class Recomputed:
     def _before(self, layer: str, module: torch.nn.Module, _args: Any) -> None:
         recording = self._open()
         if recording is not None and layer in recording.first and _in_backward():
-            recording.random[layer] = _random(module)
+            recording.random[layer] = _generators(module).states()
 
     def _computed(self, model: torch.nn.Module, layer: str, *called: Any) -> None:
         try:
@@ -169,7 +171,7 @@ class Recomputed:
             steady = all(torch.equal(each, again[0]) for each in again)
             recording.differs = Differs(layer, steady, [*recording.first].index(layer), bool(again))
 
-    def _again(self, module: torch.nn.Module, args: Any, kwargs: Any, random: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _again(self, module: torch.nn.Module, args: Any, kwargs: Any, random: Any) -> list[torch.Tensor]:
         """Compute a layer some times more, without a trace. Return hashes of its output; none if it cannot be computed alone.
 
         Other ranks do not compute it again. So a layer that sends something cannot be, nor one with layers inside, whose hooks
@@ -177,18 +179,19 @@ class Recomputed:
         """
         if any(True for _ in module.children()):
             return []
-        now, buffers, found = _random(module), [each.detach().clone() for each in module.buffers()], []
+        generators, buffers, found = _generators(module), [each.detach().clone() for each in module.buffers()], []
+        now = generators.states()
         self.paused = True
         try:
-            with torch.no_grad(), _Alone():  # type: ignore[no-untyped-call]
+            with torch.no_grad(), attributes_kept(module), _Alone():  # type: ignore[no-untyped-call]
                 for _ in range(REPEATS):
-                    _set_random(module, random)
+                    generators.restore(random)
                     found.append(_hashes(module.forward(*args, **kwargs)))
         except Exception:  # such as ``_NeedsOthersError``, or of a layer whose parameters are sharded again
             return []
         finally:
             self.paused = False
-            _set_random(module, now)
+            generators.restore(now)
             with torch.no_grad():
                 for own, value in zip(module.buffers(), buffers, strict=True):
                     own.copy_(value)
@@ -328,16 +331,8 @@ def _hashes(output: Any) -> torch.Tensor:
         return hashes([local(each) for each in floats(output)])
 
 
-def _random(module: torch.nn.Module) -> list[torch.Tensor]:
-    device = _device(module)
-    found = [torch.get_rng_state()]
-    return [*found, torch.cuda.get_rng_state(device)] if device.type == "cuda" else found
-
-
-def _set_random(module: torch.nn.Module, random: list[torch.Tensor]) -> None:
-    torch.set_rng_state(random[0])
-    if len(random) > 1:
-        torch.cuda.set_rng_state(random[1], _device(module))
+def _generators(module: torch.nn.Module) -> Generators:
+    return Generators(_device(module), module)
 
 
 def _device(module: torch.nn.Module) -> torch.device:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -122,10 +124,14 @@ class Counted(torch.nn.Module):
 
     def __init__(self, function: Fault, inside: torch.nn.Module | None = None) -> None:
         super().__init__()
-        self.function, self.inside, self.calls = function, inside, 0
+        self.function, self.inside, self.called = function, inside, Mock()  # a counter would be set back
+
+    @property
+    def calls(self) -> int:
+        return self.called.call_count
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.called()
         x = self.function(x)
         return flipped(x) if self.calls == 2 else x
 
@@ -285,3 +291,34 @@ def test_a_layer_that_is_called_several_times_is_not_compared(made: list[Recompu
     own.arm()
     loss_of(model).backward()
     assert own.take() == (0, None)
+
+
+class Counting(torch.nn.Module):
+    """Another result each time, from a counter and a random number."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.calls * random.random()
+
+
+def test_a_layer_that_is_computed_again_leaves_no_trace() -> None:
+    model = Model()
+    model.blocks[0].broken = counting = Counting()
+    recomputed = Recomputed([model])
+    recomputed.arm()
+    loss = loss_of(model)
+    with pytest.MonkeyPatch.context() as patch:
+        drawn: list[float] = []
+        draw = random.random
+        patch.setattr(random, "random", lambda: drawn.append(draw()) or drawn[-1])  # type: ignore[func-returns-value]
+        random.seed(0)
+        loss.backward()
+    last = random.random()
+    assert recomputed.take()[1] is not None
+    assert counting.calls == 2
+    assert len(drawn) == 4  # by the backward pass, and by three repetitions, which draw the same number
+    random.seed(0)
+    assert [random.random(), random.random()] == [drawn[0], last]
+    recomputed.close()
