@@ -18,7 +18,7 @@ from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.format.witnessed import Passed
 from unickpt.checkpoint.storage.posix import PosixStorage
 from unickpt.training.witness.counting import WARM_UP, Counters
-from unickpt.training.witness.nonfinite import NonFinite, Place
+from unickpt.training.witness.nonfinite import Cause, NonFinite, Place
 from unickpt.training.witness.vote import Kind, Verdict
 
 
@@ -404,4 +404,26 @@ def test_gradients_of_each_sample_do_not_end_it() -> None:
         torch.func.vmap(torch.func.grad(loss), (None, 0))(detached, GOOD)
         step(model, optimizer, inputs)
     assert [each.place for each in watching.verdicts if isinstance(each, NonFinite)] == [Place("0", False, 1)]
+    watching.close()
+
+
+@pytest.mark.parametrize(("counts", "cause"), [(False, Cause.HARDWARE), (True, Cause.UNDECIDED)])
+def test_a_model_that_counts_its_calls_is_no_evidence_against_the_hardware(counts: bool, cause: Cause) -> None:
+    class Counting(torch.nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if counts:
+                self.calls += 1
+            else:
+                outside.append(0)
+            return super().forward(x) * (float("nan") if 2 in (self.calls, len(outside)) else 1)
+
+    outside: list[int] = []
+    model = torch.nn.Sequential(Counting(4, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = torch_unickpt.witness(model, optimizer, {"checks": ["nonfinite"]})
+    step(model, optimizer, GOOD)
+    step(model, optimizer, GOOD)
+    assert [each.cause for each in watching.verdicts if isinstance(each, NonFinite)] == [cause]
     watching.close()

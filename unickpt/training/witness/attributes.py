@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,16 +15,22 @@ _CONTAINERS: Any = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 
 @contextmanager
-def attributes_kept(model: torch.nn.Module) -> Iterator[None]:
+def attributes_kept(model: torch.nn.Module, counted: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Leave the attributes of the modules of a model as they are, whatever is done meanwhile.
 
     Containers get back what they hold, but not what is inside of that. Small tensors that are no parameters get back their
     values, but not those that containers hold. Of buffers, only which tensors they are.
+
+    Args:
+        model: see above.
+        counted: called at the end if a number among the attributes, or the size of a container, had changed.
     """
     kept = [_Attributes(module) for module in model.modules()]
     try:
         yield
     finally:
+        if any(each.counted() for each in kept):
+            counted()
         for each in kept:
             each.restore()
 
@@ -39,6 +45,11 @@ class _Attributes:
         self._containers = [(value, value.copy()) for value in values if type(value) in _CONTAINERS]
         self._generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
         self._tensors = [(value, value._version, value.clone()) for value in values if _has_state(value)]
+
+    def counted(self) -> bool:
+        numbers = ((value, self._all.get(name)) for name, value in self._kept.items() if isinstance(value, (int, float)))
+        sizes = any(len(container) != len(before) for container, before in self._containers)
+        return sizes or any(isinstance(now, (int, float)) and now != before for before, now in numbers)
 
     def restore(self) -> None:
         for name in self._all.keys() - self._kept.keys() - _OF_TORCH:

@@ -133,7 +133,8 @@ class Causes:
         try:
             begun, of_output = tap.loaded(data)
             given = {at: each.nan_to_num(1, 1, -1) for at, each in of_output.items() if backward}
-            return self._counters.repeated(partial(self._is_finite, begun, given), large=large)
+            found = self._counters.repeated(partial(self._is_finite, begun, given), large=large)
+            return -1 if not found and tap.counts else found  # with other counters than the first time, it says nothing
         except Exception:  # of a model that cannot be repeated
             return -1
 

@@ -71,6 +71,8 @@ class Tap:
         inner: the model.
         gathering: modules that gather their parameters when they are called, as those of ``fully_shard`` do.
         sends: as in ``Surroundings``.
+        counts: the last repetition has changed numbers that modules have as attributes, so another one may compute something
+            else.
 
     Args:
         model: without what reduces its gradients.
@@ -105,7 +107,7 @@ class Tap:
         self._device = self._parameters[0].device
         self._generators = generators or Generators(self._device, model)
         self._plain = plain
-        self._armed, self._repeating = False, False
+        self._armed, self._repeating, self.counts = False, False, False
         self._recording: _Recording | None = None
         self._leaves: dict[int, torch.Tensor] = {}  # of the forward pass that runs now
         self._on_leaf: Callable[[int, torch.Tensor], None] | None = None
@@ -182,7 +184,7 @@ class Tap:
             gradient: called with the number of each parameter, or of each received tensor after those, and its gradient.
         """
         now = self.state()
-        self._repeating, hooks = True, []
+        self._repeating, self.counts, hooks = True, False, []
         leaves: dict[int, torch.Tensor] = {}
 
         def watch(at: int, leaf: torch.Tensor) -> None:
@@ -191,7 +193,11 @@ class Tap:
                 hooks.append(leaf.register_hook(partial(_freed, gradient, at)))  # type: ignore[no-untyped-call]
 
         try:
-            with attributes_kept(self.inner), self._surroundings.kept(), self._with_received(begun.received, watch):
+            with (
+                attributes_kept(self.inner, self._counted),
+                self._surroundings.kept(),
+                self._with_received(begun.received, watch),
+            ):
                 self._restore(begun.random, begun.buffers)
                 autocast = torch.autocast(self._device.type, dtype=begun.autocast[1], enabled=begun.autocast[0])
                 with torch.enable_grad(), autocast, self._leaves_to(watch):
@@ -210,6 +216,9 @@ class Tap:
             for hook in hooks:  # an output may be a parameter, which would keep it
                 hook.remove()
             self._restore(*now)
+
+    def _counted(self) -> None:
+        self.counts = True
 
     @contextlib.contextmanager
     def _with_received(
