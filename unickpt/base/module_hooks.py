@@ -10,8 +10,8 @@ from typing import Any
 class ModuleHook:
     """A hook of a module, which calls a function.
 
-    Code that torch compiles or exports does not have it. A copy of the model keeps it. A pickled model has one of the standard
-    library instead, which does nothing. So the model can be read without unickpt.
+    Code that torch compiles, exports or traces does not have it. A copy of the model keeps it. A pickled model has one of the
+    standard library instead, which does nothing. So the model can be read without unickpt.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -21,7 +21,7 @@ class ModuleHook:
     def __call__(self, *args: Any) -> Any:
         import torch
 
-        return None if torch.compiler.is_compiling() else self._function(*args)
+        return None if torch.compiler.is_compiling() or torch._C._is_tracing() else self._function(*args)
 
     def __deepcopy__(self, _known: dict[int, Any]) -> ModuleHook:
         return self

@@ -78,3 +78,13 @@ def test_a_watched_model_is_exported(strict: bool, caplog: pytest.LogCaptureFixt
     optimizer.step()
     watching.close()
     assert "see no layers" not in caplog.text
+
+
+def test_a_trace_has_no_warnings_of_hooks(recwarn: pytest.WarningsRecorder) -> None:
+    model, x = Model(), torch.ones(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = torch_unickpt.witness(model, optimizer, {"every": 1})
+    traced = torch.jit.trace(model, x)  # type: ignore[no-untyped-call]
+    assert torch.equal(traced(x), model(x))
+    assert not [each for each in recwarn if each.category is torch.jit.TracerWarning]
+    watching.close()
