@@ -59,7 +59,7 @@ class RestoredOptimizer:
         self._owned: list[dict[str, Any]] = []
         self._plans: list[StatesOfPart] = []
         self._added: list[tuple[Partition, str, torch.Tensor]] = []
-        self._begun: list[tuple[torch.Tensor, float]] = []
+        self._begun: list[tuple[torch.Tensor, complex]] = []
         self._firsts: dict[Any, FirstStates | None] = {}
 
     # ---------------------------------------------------------------- what the checkpoint has and this job needs

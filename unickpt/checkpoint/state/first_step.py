@@ -32,7 +32,7 @@ class FirstStates:
         constructed: the constructor of the optimizer creates them, and its step does not.
     """
 
-    tensors: Mapping[str, tuple[torch.dtype, float]] = field(default_factory=dict)
+    tensors: Mapping[str, tuple[torch.dtype, complex]] = field(default_factory=dict)
     scalars: Mapping[str, Any] = field(default_factory=dict)
     owned: frozenset[str] = frozenset()
     constructed: bool = False
@@ -80,6 +80,8 @@ def first_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], mas
         group: settings of the parameter group.
         master: tensor that the optimizer steps on, for its dimensions, dtype and device.
     """
+    if not (master.is_floating_point() or master.is_complex()):
+        return None  # it has no gradient, so no optimizer steps on it
     shape = (*_LENGTHS, *(2,) * master.dim())[: master.dim()]
     matrix = torch.nn.Parameter(torch.zeros(shape, dtype=master.dtype, device=master.device))
     matrix.grad = torch.zeros_like(matrix)
@@ -92,9 +94,9 @@ def first_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], mas
     try:
         with copy_of(optimizer, settings, matrix, state, inert=True) as copy:
             inspect.unwrap(type(optimizer).step)(copy)
+        return _classified(state.first, matrix, constructed=False)
     except Exception:  # an optimizer may need more than its class and its settings
         return None
-    return _classified(state.first, matrix, constructed=False)
 
 
 @contextmanager
@@ -118,7 +120,7 @@ def copy_of(
 
 
 def _classified(state: Mapping[str, Any], matrix: torch.Tensor, *, constructed: bool) -> FirstStates:
-    tensors: dict[str, tuple[torch.dtype, float]] = {}
+    tensors: dict[str, tuple[torch.dtype, complex]] = {}
     scalars: dict[str, Any] = {}
     owned = set()
     for key, value in state.items():
@@ -127,8 +129,8 @@ def _classified(state: Mapping[str, Any], matrix: torch.Tensor, *, constructed: 
         if not isinstance(value, torch.Tensor):
             (scalars.update({key: value}) if isinstance(value, (bool, int, float)) else owned.add(key))
         elif value.shape == matrix.shape and (matrix.dim() or key != STEP):
-            least, most = float(value.min()), float(value.max())
-            (tensors.update({key: (value.dtype, least)}) if least == most else owned.add(key))
+            found = value.flatten()[0]  # complex numbers have no order
+            (tensors.update({key: (value.dtype, found.item())}) if bool((value == found).all()) else owned.add(key))
         elif value.numel() == 1:
             scalars[key] = value
         else:

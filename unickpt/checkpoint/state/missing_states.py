@@ -63,7 +63,7 @@ class StatesOfPart:
         """Keys of the elementwise states and of the scalars after the load."""
         return self.given | self.fresh | self.scalars | self.fresh_scalars
 
-    def begin(self, key: str) -> float:
+    def begin(self, key: str) -> complex:
         """Return the first value of the elements of a state; 0 if it is unknown."""
         return 0.0 if self.first is None or key not in self.first.tensors else self.first.tensors[key][1]
 
