@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_unickpt.held_state.module_states import EXTRA_STATE, RestoredExtraStates
 from unickpt.base.errors import MismatchError
 from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -30,11 +31,13 @@ class JobObjects:
     loader: Any = None
     stateful: Mapping[str, Any] = field(default_factory=dict)
 
-    def captured(self, step: int, samples: int | None, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    def captured(
+        self, step: int, samples: int | None, client_state: Mapping[str, Any], extra_states: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Return the state of the whole job.
 
-        ``engine`` and ``lr_scheduler`` have the form that the adapter for DeepSpeed stores, so that every framework finds the
-        counters and the position of the schedule.
+        ``engine``, ``lr_scheduler`` and ``module_extra_state`` have the form that the adapter for DeepSpeed stores, so that
+        every framework finds the counters, the position of the schedule, and the states of modules.
         """
         states = [{"class": type(each).__name__, "state": each.state_dict()} for each in map(_inner, self.schedulers)]
         return {
@@ -42,6 +45,7 @@ class JobObjects:
             SCHEDULER: states[0] if states else None,
             **({MORE_SCHEDULERS: states[1:]} if len(states) > 1 else {}),
             STATEFUL: {name: each.state_dict() for name, each in self.stateful.items()},
+            **({EXTRA_STATE: dict(extra_states)} if extra_states else {}),
             CLIENT: dict(client_state),
         }
 
@@ -68,15 +72,17 @@ class RestoredObjects:
         checkpoint: with the objects of the saving job.
         foreign: the checkpoint was translated from another framework's names.
         report: gets an entry for each object.
+        extra: extra states of modules.
         rank, world: this rank, and the number of ranks of this job.
     """
 
     def __init__(
-        self, objects: JobObjects, checkpoint: Checkpoint, report: LoadReport, *, foreign: bool, restore_rng: bool,
-        allow_pickle: bool, rank: int, world: int,
+        self, objects: JobObjects, checkpoint: Checkpoint, report: LoadReport, extra: RestoredExtraStates, *, foreign: bool,
+        restore_rng: bool, allow_pickle: bool, rank: int, world: int,
     ) -> None:  # fmt: skip
         self.own, self.checkpoint, self.report, self.foreign = objects, checkpoint, report, foreign
         self.restore_rng, self.allow_pickle, self.rank, self.world = restore_rng, allow_pickle, rank, world
+        self._extra = extra
         self._saved: dict[str, Any] = {}
         self._ranks: dict[int, dict[str, Any]] = {}
 
@@ -92,6 +98,7 @@ class RestoredObjects:
             MismatchError: a loader cannot be divided among another number of ranks.
         """
         self._saved = dict(self.checkpoint.objects(allow_pickle=self.allow_pickle).value)
+        self._extra.read(self.checkpoint, allow_pickle=self.allow_pickle)
         wanted = {0, min(1, self.before - 1), *({self.rank} if self.rank < self.before else ())}
         if self.own.loader is not None and self.before != self.world:
             wanted = set(range(self.before))
@@ -107,6 +114,7 @@ class RestoredObjects:
 
     def apply(self) -> None:
         """Set the states."""
+        self._extra.apply()
         self._set_schedulers()
         for name, target in self.own.stateful.items():
             found = (self._saved.get(STATEFUL) or {}).get(name)

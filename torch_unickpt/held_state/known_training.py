@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_unickpt.held_state import describe
 from torch_unickpt.held_state.describe import Item
+from torch_unickpt.held_state.module_states import extra_key, own_entries
 from torch_unickpt.held_state.names import KnownNames, Names
 from torch_unickpt.held_state.optimizers import CommonScalar, Optimizers
 from unickpt.api.dtensors import is_dtensor
@@ -77,15 +78,19 @@ class KnownTraining:
     Attributes:
         names: of the module.
         described: how many saves have described the tensors anew.
+        own_entries: entries of the model's state dict that no save stores; None before the first save.
     """
 
     names: KnownNames = field(default_factory=KnownNames)
     described: int = 0
+    own_entries: Sequence[str] | None = None
     _kept: _Kept | None = None
 
     def read(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group) -> TrainingState:
         """Read what one save needs. Raises UnsupportedLayoutError if the module or an optimizer is not supported."""
         names = self.names.read(model)
+        if self.own_entries is None:
+            self.own_entries = own_entries(model, names)
         return TrainingState(self, names, Optimizers(optimizers, names), group)
 
 
@@ -112,7 +117,11 @@ class TrainingState:
         known._kept = None
         self._items = describe.items_of(names, optimizers, group)
         self.keys = Keys.of(
-            [*(item.text for item in self._items if item.plain), *(trained(each.name) for each in optimizers.parameters)]
+            [
+                *(item.text for item in self._items if item.plain),
+                *(trained(each.name) for each in optimizers.parameters),
+                *map(extra_key, names.extra),
+            ]
         )
         self.meshes = mesh_digests((item.key, item.value) for item in self._items if is_dtensor(item.value))
 
@@ -153,7 +162,8 @@ def _facts_of(names: Names, optimizers: Optimizers, states: Sequence[Mapping[str
     buffers = list(names.buffers.values())
     placed = [each for each in (*held, *buffers) if isinstance(each, DTensor)] if _divided(held, buffers) else []
     read = (
-        group, list(names.parameters), list(names.buffers), names.aliases, list(map(tuple, states)), list(map(type, values)),
+        group, list(names.parameters), list(names.buffers), list(names.extra), names.aliases,
+        list(map(tuple, states)), list(map(type, values)),
         [(each.placements, tuple(each.shape)) for each in placed],
     )  # fmt: skip
     objects = [*held, *buffers, *(each.parameter for each in stepped), *(each.device_mesh for each in placed)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,12 +35,14 @@ class Names:
         buffers: persistent buffers, by name.
         aliases: further names of tied parameters and shared buffers, to the first one.
         of: name of a parameter by its ``id``.
+        extra: modules with a ``get_extra_state`` of their own, by name.
     """
 
     parameters: dict[str, torch.nn.Parameter]
     buffers: dict[str, torch.Tensor]
     aliases: dict[str, str]
     of: dict[int, str]
+    extra: dict[str, torch.nn.Module] = field(default_factory=dict)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -114,7 +116,12 @@ def names_of(module: torch.nn.Module) -> Names:
         else:
             first[id(buffer)] = name
             buffers[name] = buffer
-    return Names(parameters, buffers, aliases, of)
+    extra = {plain(name): child for name, child in module.named_modules() if _has_extra_state(child)}
+    return Names(parameters, buffers, aliases, of, extra)
+
+
+def _has_extra_state(module: torch.nn.Module) -> bool:
+    return type(module).get_extra_state is not torch.nn.Module.get_extra_state
 
 
 class KnownNames:
@@ -126,6 +133,7 @@ class KnownNames:
         self._of: dict[int, str] = {}
         self._parameters: list[tuple[str, int]] = []  # name and position in the tree
         self._buffers: list[tuple[str, int]] = []
+        self._extra: list[tuple[str, int]] = []
 
     def read(self, module: torch.nn.Module) -> Names:
         """As ``names_of``."""
@@ -138,13 +146,15 @@ class KnownNames:
             tree = ModuleTree.of(without_ddp(module))  # resharding has put other parameters into the modules
             self._facts, self._aliases, self._of = KeptFacts(tree.facts), found.aliases, found.of
             self._parameters, self._buffers = _places(found.parameters, tree.parameters), _places(found.buffers, tree.buffers)
+            self._extra = _places(found.extra, tree.modules)
             return found
         parameters: Any = {name: tree.parameters[at] for name, at in self._parameters}
         buffers: Any = {name: tree.buffers[at] for name, at in self._buffers}
-        return Names(parameters, buffers, self._aliases, self._of)
+        extra = {name: tree.modules[at] for name, at in self._extra}
+        return Names(parameters, buffers, self._aliases, self._of, extra)
 
 
-def _places(named: Mapping[str, torch.Tensor], among: Sequence[Any]) -> list[tuple[str, int]]:
+def _places(named: Mapping[str, Any], among: Sequence[Any]) -> list[tuple[str, int]]:
     places = {id(each): at for at, each in enumerate(among)}
     return [(name, places[id(each)]) for name, each in named.items()]
 

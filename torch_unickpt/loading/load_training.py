@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from torch_unickpt.edge import RUNTIME
 from torch_unickpt.held_state.job_objects import JobObjects, RestoredObjects, schedulers_of
+from torch_unickpt.held_state.module_states import RestoredExtraStates, own_entries
 from torch_unickpt.held_state.names import Names, facts_of, names_of
 from torch_unickpt.held_state.optimizers import Optimizers, RestoredOptimizers, unwrapped
 from torch_unickpt.witnessing import replaying
@@ -212,8 +213,9 @@ def _resumed(
             stored = _stored(found, names)
             foreign = isinstance(found, TranslatedCheckpoint) and opened.manifest.writer.dialect != HUGGINGFACE
             restored = RestoredOptimizers(optimizers, found, stored, report, fresh=how.fresh) if optimizers.optimizers else None
+            extra = RestoredExtraStates(names.extra, own_entries(job.model, names), report, len(ranks.ranks))
             objects = RestoredObjects(
-                job.objects, found, report, foreign=foreign, restore_rng=job.restore_rng, allow_pickle=how.allow_pickle,
+                job.objects, found, report, extra, foreign=foreign, restore_rng=job.restore_rng, allow_pickle=how.allow_pickle,
                 rank=ranks.rank, world=len(ranks.ranks),
             )  # fmt: skip
             objects.read()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torch_unickpt.edge import RUNTIME
+from torch_unickpt.held_state import module_states
 from torch_unickpt.held_state.job_objects import JobObjects, schedulers_of
 from torch_unickpt.held_state.known_training import TrainingState, trained
 from torch_unickpt.held_state.names import Names, facts_of, topology_of
@@ -21,6 +22,7 @@ from unickpt.api.group import Group, exchange_of
 from unickpt.api.holders import Holders, agreed_holders
 from unickpt.base.errors import SaveFailedError
 from unickpt.base.garbage import collection_paused
+from unickpt.base.listing import some
 from unickpt.base.logs import logger, make_visible
 from unickpt.base.options.job import MemoryOptions
 from unickpt.checkpoint.coordination.message_exchange import Message
@@ -102,6 +104,8 @@ def save_training(
     except Exception as err:  # the other ranks learn it in the save
         failed = err
     holders = agreed_holders(exchange, None if state is None else state.keys, None if state is None else state.meshes)
+    if ranks.rank == 0 or holders.others is not None:  # then the ranks may have other modules
+        _tell(RUNTIME.known(model).own_entries or ())
     owner = RUNTIME.owner(model)
     assert RUNTIME.owners is not None
     origin = asdict(RUNTIME.owners.origin(owner))
@@ -113,11 +117,13 @@ def save_training(
         held = state.described(holders, steady=not unsteady)
         record = state.record()
         first = ranks.rank == 0
+        extra = module_states.captured(state.names, holders, ranks.rank)
         return Contribution(
             held.shards, step, _writer(model, state.names, len(ranks.ranks), origin), tensors=held.listed,
             optimizer=record if first else None, optimizer_part=None if first else _part(record, holders, ranks.rank),
-            aliases=state.names.aliases, objects=objects.captured(step, samples, client_state or {}) if first else {},
-            rank_objects=objects.of_rank(), unsteady=unsteady, bound=held.bound, keeper=held.keeper,
+            aliases=state.names.aliases, objects=objects.captured(step, samples, client_state or {}, extra) if first else {},
+            shared_objects={} if first else module_states.shared(extra), rank_objects=objects.of_rank(), unsteady=unsteady,
+            bound=held.bound, keeper=held.keeper,
             witness=RUNTIME.passed(model, save_dir) if first else None,
         )  # fmt: skip
 
@@ -137,6 +143,16 @@ def save_training(
     if pending.result is None or not (pending.result.complete or pending.result.skipped):
         raise SaveFailedError(f"{pending.directory}: {pending.cause()}. Earlier checkpoints are intact.")
     return pending.result
+
+
+def _tell(own_entries: Sequence[str]) -> None:
+    """Say once which state of a model no save stores."""
+    if own_entries and RUNTIME.is_news(f"own state dict {' '.join(own_entries)}"):
+        logger.warning(
+            "unickpt: %s: only the module's own code for a state dict gives this, so it is NOT saved. Register it as a buffer, "
+            "return it by get_extra_state, or pass an object with state_dict and load_state_dict as stateful=",
+            some(own_entries),
+        )
 
 
 def _ended(save_dir: str, pending: PendingSave) -> None:

@@ -255,6 +255,37 @@ def stages_with_other_names_save_one_checkpoint(folder: Path) -> None:
     assert torch.equal(again[f"stage{rank}"].weight, model[f"stage{rank}"].weight)
 
 
+class Counting(torch.nn.Module):
+    """Its count is the extra state."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight, self.count = torch.nn.Parameter(torch.ones(2)), count
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+@scenario(2)
+def extra_states_of_all_stages_are_stored_and_of_copies_those_of_the_first_rank(folder: Path) -> None:
+    rank = dist.get_rank()
+
+    def stage(counts: int) -> torch.nn.ModuleDict:
+        return torch.nn.ModuleDict({f"stage{rank}": Counting(counts), "both": Counting(counts + 1)})
+
+    model, again = stage(10 * rank), stage(99)
+    unickpt.save_training(model, None, folder / "step1", step=1)
+    unickpt.load_training(again, None, folder / "step1")
+    assert (again[f"stage{rank}"].count, again["both"].count) == (10 * rank, 1)
+    whole = torch.nn.ModuleDict({"stage0": Counting(99), "stage1": Counting(99), "both": Counting(99)})
+    start = unickpt.load_training(whole, None, folder / "step1")
+    assert [each.count for each in whole.values()] == [0, 10, 1]
+    assert {entry.outcome for entry in start.report.entries if entry.name != "rng"} == {"restored"}
+
+
 @scenario(2)
 def buffers_that_differ_between_ranks_are_those_of_the_first(folder: Path) -> None:
     model = torch.nn.BatchNorm1d(3)
