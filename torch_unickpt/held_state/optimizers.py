@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torch_unickpt.held_state import listed_states
 from torch_unickpt.held_state.names import Names
 from unickpt.api.dtensors import is_dtensor, local_tensor, placed_tensor
 from unickpt.api.group import Group
 from unickpt.api.state import Key, LocalShard, Value
-from unickpt.base.errors import ConfigError, MismatchError, UnsupportedLayoutError
+from unickpt.base.errors import ConfigError, FormatError, MismatchError, UnsupportedLayoutError
+from unickpt.base.listing import some
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, merge_groups
@@ -51,10 +53,9 @@ class Stepped(NamedTuple):
     number: int
 
     @property
-    def state(self) -> dict[str, Any]:
-        """State of the parameter; empty if the optimizer has none."""
-        found: dict[str, Any] = self.optimizer.state.get(self.parameter, {})
-        return found
+    def state(self) -> Mapping[str, Any]:
+        """State of the parameter, lists of tensors as ``listed_states.flat`` has them; empty if the optimizer has none."""
+        return listed_states.flat(self.optimizer.state.get(self.parameter, {}))
 
 
 def unwrapped(given: Any) -> list[torch.optim.Optimizer]:
@@ -109,7 +110,7 @@ class Optimizers:
             if isinstance(value, torch.Tensor) and not _is_scalar(key, value, each.parameter)
         }
 
-    def states(self) -> list[dict[str, Any]]:
+    def states(self) -> list[Mapping[str, Any]]:
         """Return the state of each of ``parameters`` as it is now; empty where the optimizer has none."""
         return [each.state for each in self.parameters]
 
@@ -284,6 +285,8 @@ class RestoredOptimizers:
         for each, states in zip(self.own.parameters, self._plans, strict=True):
             made = {key: self._made(each, key, info) for key in sorted(states.given) if (info := self._info(each, key))}
             self._new.append(made)
+            if torn := listed_states.missing(self._scalars(each), made):
+                raise FormatError(f"{where}: {some(torn)} of {each.name}: the list of this state is there without its tensors")
             found += [((self._stored(each.name), key), _placed(each, key, value, group)) for key, value in made.items()]
         return found
 
@@ -301,6 +304,8 @@ class RestoredOptimizers:
             return StatesOfPart(first=first, nothing=True)
         if self.saved.record is None or not (self.saved.related or self.saved.usable):
             return begin_anew([described_here], first)
+        if isinstance(each.optimizer, torch.optim.LBFGS) and not_stored(self._sources.get(self._stored(each.name), ())):
+            return begin_anew([described_here], first)  # of an earlier release, without lists: the others alone end its step
         scalars = set(self._scalars(each))
         if not self.saved.related:
             wanted = frozenset() if first is None else frozenset(first.tensors)
@@ -367,7 +372,8 @@ class RestoredOptimizers:
                 own = copied(each.state.get(key, first.scalars.get(key)))
                 new[key] = formed(own, found[key]) if key in found else own
             ordered = [key for key in first.scalars if key in new]
-            each.optimizer.state[each.parameter] = {key: new[key] for key in dict.fromkeys([*ordered, *new])}
+            whole = {key: new[key] for key in dict.fromkeys([*ordered, *new])}
+            each.optimizer.state[each.parameter] = listed_states.nested(whole)
             for key in sorted(states.scalars):
                 self.report.add(each.name, key, "restored")
             for key in not_stored(self._sources.get(self._stored(each.name), ())):

@@ -12,6 +12,7 @@ from torch import optim
 
 import torch_unickpt
 import unickpt
+from torch_unickpt.held_state import listed_states
 
 
 def train(model: torch.nn.Module, optimizer: Any, steps: int) -> None:
@@ -27,13 +28,17 @@ def train(model: torch.nn.Module, optimizer: Any, steps: int) -> None:
             each.step(loss)
 
 
-def resumed(make: Callable[[], tuple[torch.nn.Module, Any]], folder: Path) -> tuple[Any, Any, torch_unickpt.StartingPoint]:
+def resumed(
+    make: Callable[[], tuple[torch.nn.Module, Any]], folder: Path, options: unickpt.SaveOptions | None = None
+) -> tuple[Any, Any, torch_unickpt.StartingPoint]:
     """Return a training that went on, and one that was loaded: model and optimizer of both, after the same steps."""
     torch.manual_seed(1)
     first = make()
     train(*first, 3)
-    unickpt.save_training(*first, folder / "step3", step=3)
+    saved = unickpt.save_training(*first, folder / "step3", step=3, options=options)
     train(*first, 3)
+    if not isinstance(saved, unickpt.SaveResult):
+        saved.wait()
     second = make()
     start = torch_unickpt.load_training(*second, folder / "step3")
     train(*second, 3)
@@ -69,3 +74,45 @@ def test_complex_and_integer_parameters(tmp_path: Path, kind: Any) -> None:
     first, second, start = resumed(job, tmp_path)
     assert_equal(first, second)
     assert {entry.outcome for entry in start.report.entries} == {"restored"}
+
+
+def lbfgs() -> tuple[torch.nn.Module, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    return model, optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=5)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_lists_of_tensors_of_lbfgs(tmp_path: Path, asynchronous: bool) -> None:
+    first, second, start = resumed(lbfgs, tmp_path, unickpt.SaveOptions(asynchronous=asynchronous))
+    assert_equal(first, second)
+    assert {entry.outcome for entry in start.report.entries} == {"restored"}
+    kept = {key: value for key, value in second[1].state_dict()["state"][0].items() if isinstance(value, list)}
+    assert {key: len(value) for key, value in kept.items()} == {"old_dirs": 5, "old_stps": 5, "ro": 5, "al": 5}
+
+
+def test_a_checkpoint_of_lbfgs_without_its_lists_is_refused_or_starts_fresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = lbfgs()
+    train(model, optimizer, 2)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(listed_states, "flat", lambda state: state)
+        unickpt.save_training(model, optimizer, tmp_path / "step2", step=2)
+    again, fresh = lbfgs()
+    with pytest.raises(unickpt.MismatchError, match=r"lacks states that this job's LBFGS needs: all states of 0\.weight"):
+        unickpt.load_training(again, fresh, tmp_path / "step2")
+    start = unickpt.load_training(again, fresh, tmp_path / "step2", missing_state="fresh")
+    assert [entry.name for entry in start.report.entries if entry.outcome == "re-seeded"] == ["0.weight"]
+    assert not fresh.state_dict()["state"]
+    train(again, fresh, 1)
+
+
+def test_the_states_of_a_list_of_tensors() -> None:
+    one, two = torch.ones(2), torch.zeros(())
+    state = {"step": 1, "Q": [one, [], None, two], "none": [None, None], "plain": [1, 2], "mixed": [one, 3]}
+    found = listed_states.flat(state)
+    assert list(found) == ["step", "Q[]", "Q[0]", "Q[3]", "none", "plain", "mixed"]
+    assert found["Q[]"] == [True, [], None, True]
+    assert listed_states.nested(found) == state
+    assert listed_states.flat({"step": 1}) == {"step": 1}
+    assert listed_states.missing({"Q[]": [True, None, True], "Q[2]": 1.0}, ()) == ["Q[0]"]

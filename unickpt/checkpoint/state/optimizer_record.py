@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -111,7 +112,9 @@ def formed(existing: Any, value: Any) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """Return a scalar of its own."""
+    """Return a scalar, or a plain value, of its own."""
+    if isinstance(value, (list, dict)):
+        return deepcopy(value)
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
