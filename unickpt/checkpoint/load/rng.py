@@ -24,13 +24,14 @@ import torch
 from unickpt.checkpoint.format.dtypes import byte_view
 
 RngState = dict[str, Any]
+_MT19937 = "MT19937"  # of NumPy's global generator, unless the program chooses another
 
 
 def capture() -> RngState:
     """Return the states of the generators of Python, NumPy and torch as tensors and plain values."""
     state: RngState = {
         "python": _python(random.getstate()),
-        "numpy": _numpy(np.random.get_state(legacy=True)),
+        "numpy": _numpy(np.random.get_state(legacy=False)),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -43,15 +44,27 @@ def _python(state: Any) -> RngState:
     return {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu").to(torch.uint32), "gauss": gauss}
 
 
-def _numpy(state: Any) -> RngState:
-    kind, keys, position, has_gauss, cached = state
+def _numpy(state: Mapping[str, Any]) -> RngState:
+    """Return a state of NumPy's global generator. ``state``: as of ``get_state(legacy=False)``, of any bit generator."""
+    kind = str(state["bit_generator"])
+    if kind != _MT19937:  # the program has called ``np.random.set_bit_generator``
+        return {"kind": kind, "state": dict(state)}
     return {
-        "kind": str(kind),
-        "keys": torch.from_numpy(np.array(keys, np.uint32)),
-        "position": int(position),
-        "has_gauss": int(has_gauss),
-        "cached": float(cached),
+        "kind": kind,
+        "keys": torch.from_numpy(np.array(state["state"]["key"], np.uint32)),
+        "position": int(state["state"]["pos"]),
+        "has_gauss": int(state["has_gauss"]),
+        "cached": float(state["gauss"]),
     }
+
+
+def _numpy_of_seed(seed: int, kind: str) -> RngState:
+    """Return the state of a seeded generator of NumPy. ``kind``: of its bit generator, if NumPy has it."""
+    found = getattr(np.random, kind, None)
+    if kind == _MT19937 or not (isinstance(found, type) and issubclass(found, np.random.BitGenerator)):
+        return _numpy(np.random.RandomState(seed % 2**32).get_state(legacy=False))
+    bits: Any = found  # every class of NumPy itself takes a seed
+    return _numpy(np.random.RandomState(bits(seed)).get_state(legacy=False))
 
 
 def is_state(value: Any) -> bool:
@@ -63,7 +76,7 @@ def of_seed(seed: int, like: RngState) -> RngState:
     """Return the state of generators with a seed below 2**63, those that ``like`` has. Changes no generator."""
     state: RngState = {
         "python": _python(random.Random(seed).getstate()),
-        "numpy": _numpy(np.random.RandomState(seed % 2**32).get_state(legacy=True)),
+        "numpy": _numpy_of_seed(seed, like["numpy"]["kind"]),
         "torch": torch.Generator().manual_seed(seed).get_state(),
     }
     return state | ({"cuda": cuda_of_seed(seed)} if "cuda" in like else {})
@@ -132,16 +145,33 @@ def counted(ranks: int, what: str = "") -> str:
 
 def restore(state: RngState) -> list[str]:
     """Set the generators. Return the names of those that the state holds and this process does not have."""
-    python, numpy = state["python"], state["numpy"]
+    python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    np.random.set_state((numpy["kind"], numpy["keys"].numpy(), numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    lacking = _restore_numpy(state["numpy"])
     torch.set_rng_state(state["torch"])
     if "cuda" not in state:
-        return []
+        return lacking
     if not torch.cuda.is_available():
-        return ["cuda"]
+        return [*lacking, "cuda"]
     torch.cuda.set_rng_state(state["cuda"])
+    return lacking
+
+
+def _restore_numpy(numpy: RngState) -> list[str]:
+    """Set NumPy's global generator. It keeps its own state if its bit generator is of another kind, which is returned."""
+    if numpy["kind"] != _kind():
+        return [f"NumPy {numpy['kind']}"]
+    if "state" in numpy:
+        np.random.set_state(numpy["state"])
+    else:
+        np.random.set_state((numpy["kind"], numpy["keys"].numpy(), numpy["position"], numpy["has_gauss"], numpy["cached"]))
     return []
+
+
+def _kind() -> str:
+    """Return the name of the bit generator of NumPy's global generator."""
+    state: Any = np.random.get_state(legacy=False)
+    return str(state["bit_generator"])
 
 
 def reseed(state: RngState, rank: int) -> None:
@@ -149,7 +179,7 @@ def reseed(state: RngState, rank: int) -> None:
     digest = hashlib.sha256(bytes(state["torch"].numpy()) + rank.to_bytes(8, "little")).digest()
     seed = int.from_bytes(digest[:8], "little") >> 1
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    _restore_numpy(_numpy_of_seed(seed, _kind()))
     torch.manual_seed(seed)
 
 
@@ -158,7 +188,13 @@ def equal(a: RngState, b: RngState) -> bool:
     return (
         a["python"]["gauss"] == b["python"]["gauss"]
         and torch.equal(a["python"]["words"], b["python"]["words"])
-        and torch.equal(a["numpy"]["keys"], b["numpy"]["keys"])
-        and a["numpy"]["position"] == b["numpy"]["position"]
+        and _plain(a["numpy"]) == _plain(b["numpy"])
         and torch.equal(a["torch"], b["torch"])
     )
+
+
+def _plain(value: Any) -> Any:
+    """Return a state with lists in place of tensors and arrays."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return value.tolist() if isinstance(value, (torch.Tensor, np.ndarray)) else value
