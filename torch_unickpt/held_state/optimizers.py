@@ -89,6 +89,7 @@ class Optimizers:
 
     def _parameters(self) -> Iterator[Stepped]:
         number = 0
+        first: dict[str, torch.optim.Optimizer] = {}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -98,8 +99,18 @@ class Optimizers:
                             f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that the module lacks. Make "
                             "the optimizer after fully_shard, and pass the module that it trains"
                         )
+                    if first.setdefault(name, optimizer) is not optimizer:
+                        raise UnsupportedLayoutError(self._shared(name, first[name], optimizer))
                     yield Stepped(name, parameter, optimizer, group, number)
                 number += 1
+
+    def _shared(self, name: str, *optimizers: torch.optim.Optimizer) -> str:
+        listed = [next(at for at, each in enumerate(self.optimizers) if each is other) for other in optimizers]
+        both = " and ".join(f"{type(self.optimizers[at]).__name__} (optimizer[{at}])" for at in listed)
+        return (
+            f"{name}: {both} hold this parameter, and a checkpoint has one state of an optimizer for each. Pass one of the two "
+            'as optimizer=, and the other as stateful={"other": optimizer}, which stores rank 0\'s state_dict'
+        )
 
     def tensors(self, group: Group) -> dict[Key, Value]:
         """Return the states that are not scalars, by parameter name and state. ``group``: the ranks that save."""

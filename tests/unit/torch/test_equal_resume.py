@@ -116,3 +116,37 @@ def test_the_states_of_a_list_of_tensors() -> None:
     assert listed_states.nested(found) == state
     assert listed_states.flat({"step": 1}) == {"step": 1}
     assert listed_states.missing({"Q[]": [True, None, True], "Q[2]": 1.0}, ()) == ["Q[0]"]
+
+
+def test_a_parameter_of_two_optimizers_is_refused_at_the_save_and_at_the_load(tmp_path: Path) -> None:
+    def job() -> tuple[torch.nn.Module, list[optim.Optimizer]]:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+        return model, [
+            optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9),
+            optim.Adam(model[1].parameters()),
+            optim.Adam(model.parameters(), lr=0.01),
+        ]
+
+    model, optimizers = job()
+    train(model, optimizers, 2)
+    told = r"0\.weight: SGD \(optimizer\[0\]\) and Adam \(optimizer\[2\]\) hold this parameter.*stateful="
+    with pytest.raises(unickpt.SaveFailedError, match=told):
+        unickpt.save_training(model, optimizers, tmp_path / "shared", step=2)
+    assert not (tmp_path / "shared" / "manifest.json").exists()
+    other = {"other": optimizers[2]}
+    unickpt.save_training(model, optimizers[:2], tmp_path / "step2", step=2, stateful=other)
+    again, fresh = job()
+    with pytest.raises(unickpt.UnsupportedLayoutError, match=told):
+        unickpt.load_training(again, fresh, tmp_path / "step2")
+    unickpt.load_training(again, fresh[:2], tmp_path / "step2", stateful={"other": fresh[2]})
+    for each, saved in zip(fresh, optimizers, strict=True):
+        torch.testing.assert_close(each.state_dict(), saved.state_dict(), rtol=0, atol=0)
+
+
+def test_a_parameter_that_one_optimizer_lists_twice_is_saved(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 2)
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = optim.SGD([model.weight, model.weight, model.bias], lr=0.1, momentum=0.9)
+    train(model, optimizer, 1)
+    unickpt.save_training(model, optimizer, tmp_path / "step1", step=1)
+    unickpt.load_training(model, optimizer, tmp_path / "step1")
