@@ -45,7 +45,9 @@ def own_entries(module: torch.nn.Module, names: Names) -> list[str]:
     module = without_ddp(module)
     tensors = {**names.parameters, **names.buffers}
     known, held = {*tensors, *names.aliases}, set(map(id, tensors.values()))
-    extra = {f"{name}.{_KEY}" if name else _KEY for name in names.extra}
+    with_extra = set(map(id, names.extra.values()))
+    named = module.named_modules(remove_duplicate=False)
+    extra = {plain(f"{prefix}.{_KEY}" if prefix else _KEY) for prefix, child in named if id(child) in with_extra}
     found: dict[str, None] = {}
     for prefix, child in module.named_modules():
         if not _has_own_code(child):

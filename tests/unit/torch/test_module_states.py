@@ -119,6 +119,7 @@ def test_what_only_a_state_dict_has_is_told_once_at_the_save_and_at_the_load(
 
 def test_code_for_a_state_dict_that_adds_nothing_is_no_loss() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), Counting(1))
+    model.append(model[2])  # under a second name
     torch.nn.utils.spectral_norm(model[0])
     torch.nn.utils.parametrizations.weight_norm(model[2].inner)
     model._register_state_dict_hook(lambda _, entries, __, ___: entries)
