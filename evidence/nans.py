@@ -209,6 +209,7 @@ def nans(job: Trained, count: int, seed: int, dtype: torch.dtype = torch.float32
         found[cause] += 1
         right = [_right(each, told[on][0], cause, at, on) for each in told[on][1]]
         found[f"{cause}: named"] += right == [True] and all(not each for at_, (_, each) in enumerate(told) if at_ != on)
+    dist.barrier()  # the end of a rank removes its files
     return found
 
 
