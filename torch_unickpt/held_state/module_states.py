@@ -9,6 +9,7 @@ import torch
 
 from torch_unickpt.held_state.names import Names, plain, without_ddp
 from unickpt.api.holders import Holders
+from unickpt.base.errors import MismatchError
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
 
@@ -120,10 +121,21 @@ class RestoredExtraStates:
             elif name not in self._saved:
                 self._note(name, "left out", "none was saved: the module keeps its own")
             else:
-                self._modules[name].set_extra_state(self._saved[name])
+                self._set(name)
                 self._note(name, "restored")
         for name in self._own:
             self._report.add(name, "object", "left out", _NO_TENSORS)
+
+    def _set(self, name: str) -> None:
+        module = self._modules[name]
+        try:
+            module.set_extra_state(self._saved[name])
+        except Exception as err:  # of the program
+            raise MismatchError(
+                f"extra state of module {name or 'the model'}: set_extra_state of {type(module).__name__} refuses what the "
+                f"checkpoint has ({type(err).__name__}: {err}). Weights and optimizer states are loaded already: end this job, "
+                "or load another checkpoint"
+            ) from err
 
     def _note(self, name: str, outcome: Any, reason: str = "") -> None:
         self._report.add(f"{EXTRA_STATE}.{name}", "object", outcome, reason)

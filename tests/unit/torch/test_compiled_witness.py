@@ -62,8 +62,8 @@ def test_a_model_that_is_compiled_later_is_one_graph(
     alone = trained(copy.deepcopy(model), call, watched=False)
     found = trained(model, call, watched=True)
     assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), found.parameters(), strict=True))
-    (told,) = [text for text in caplog.messages if "see no layers" in text]
-    assert "witness: nonfinite and outlier see no layers: the program has compiled the model since" in told
+    (line,) = [text for text in caplog.messages if "see no layers" in text]
+    assert "witness: nonfinite and outlier see no layers: the program has compiled the model since" in line
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -141,3 +141,18 @@ def test_deepspeed_stores_them_under_the_same_key() -> None:
 
     assert EXTRA_STATE == module_states.EXTRA_STATE
     assert list(module_states.shared({"a": 1})) == [f"{EXTRA_STATE}/a"]
+
+
+class Refusing(torch.nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"version": 2}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise ValueError(f"version {state['version']}")
+
+
+def test_a_module_that_refuses_its_state_is_named(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), Refusing(2, 2))
+    unickpt.save_training(model, None, tmp_path / "step1", step=1)
+    with pytest.raises(unickpt.MismatchError, match=r"module 1: set_extra_state of Refusing .*ValueError: version 2"):
+        torch_unickpt.load_training(model, None, tmp_path / "step1")
