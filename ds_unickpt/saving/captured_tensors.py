@@ -48,12 +48,14 @@ def add_optimized(out: Description, view: EngineView) -> None:
     for part in view.parts:
         held = {"master": part.elements, **view.states(part)}
         flats = {key: tensor.detach().reshape(-1) for key, tensor in held.items()}
-        states = [(key, name_of(tensor.dtype), "parameter" if key == "master" else "optimizer") for key, tensor in held.items()]
+        states = [
+            (key, name_of(tensor.dtype, key), "parameter" if key == "master" else "optimizer") for key, tensor in held.items()
+        ]
         known = {}
         for parameter in part.parameters:
             own, name = slices.of(parameter), names.name(parameter)
             infos = {key: _info(name, key, dtype, own.shape, kind) for key, dtype, kind in states}
-            infos["weight"] = _info(name, "weight", name_of(parameter.dtype), own.shape, "parameter", "master")
+            infos["weight"] = _info(name, "weight", name_of(parameter.dtype, name), own.shape, "parameter", "master")
             known[id(parameter)] = infos
             out.tensors += infos.values()
         found = []
@@ -90,7 +92,7 @@ def add_others(out: Description, view: EngineView, exclude_frozen: bool) -> tupl
             excluded.append(name)
             continue
         part = view.slices.of(parameter)
-        info = TensorInfo(name, "weight", name_of(parameter.dtype), part.shape, "parameter")
+        info = TensorInfo(name, "weight", name_of(parameter.dtype, name), part.shape, "parameter")
         out.tensors.append(info)
         held = partitions.held(parameter, placed)
         if held is None:
@@ -110,7 +112,7 @@ def stored_buffers(names: ModuleNames, options: Options) -> list[tuple[str, torc
 def add_buffers(out: Description, view: EngineView, options: Options) -> None:
     """Add the buffers that this rank is the first one to have. Running statistics differ between ranks, so parts do not fit."""
     for name, buffer in stored_buffers(view.names, options):
-        info = TensorInfo(name, "weight", name_of(buffer.dtype), tuple(buffer.shape), "buffer")
+        info = TensorInfo(name, "weight", name_of(buffer.dtype, name), tuple(buffer.shape), "buffer")
         out.tensors.append(info)
         if view.placed.leads(view.names.having(name)) and info.numel:
             out.held.append(Held(info, Box.whole(info.shape), buffer))

@@ -145,7 +145,7 @@ def description(found: Iterable[FoundItem], *, share: bool, steady: bool = False
         info = TensorInfo(
             name,
             state,
-            name_of(f.item.dtype if data is None else data.dtype),
+            name_of(f.item.dtype if data is None else data.dtype, f"{name} ({state})"),
             tuple(f.item.global_shape),
             "parameter" if state in (WEIGHT, MASTER) else "optimizer",
             MASTER if derived else None,

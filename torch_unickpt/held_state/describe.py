@@ -91,7 +91,7 @@ def description(items: Iterable[Item], holders: Holders, group: Group, *, steady
         data = shards[0].data
         if data.is_meta:
             raise ConfigError(f"{item.key[0]} ({item.key[1]}): is on the meta device, so it has no values to save")
-        info = TensorInfo(*item.key, name_of(data.dtype), shards[0].global_shape, item.kind)
+        info = TensorInfo(*item.key, name_of(data.dtype, f"{item.key[0]} ({item.key[1]})"), shards[0].global_shape, item.kind)
         found.tensors.append(info)
         if not item.plain:
             ranks = tuple(shards[0].copies)

@@ -32,7 +32,7 @@ from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveReque
 from unickpt.checkpoint.save.shards import Contribution
 from unickpt.checkpoint.storage.base import absolute, split
 from unickpt.diagnosis import session
-from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE
+from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE, OWN
 
 
 def save_training(
@@ -186,6 +186,6 @@ def _part(record: OptimizerRecord | None, holders: Holders, rank: int) -> Optimi
 
 def _writer(model: torch.nn.Module, names: Names, world: int, origin: dict[str, Any]) -> Writer:
     facts = facts_of(model)
-    dialect = HUGGINGFACE if facts.family else "torch"
+    dialect = HUGGINGFACE if facts.family else OWN
     topology = topology_of(names, world)
     return Writer("torch", torch.__version__, __version__, torch.__version__, dialect, topology, facts.as_json(), origin)

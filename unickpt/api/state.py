@@ -144,7 +144,7 @@ def describe(state: Mapping[Key, Value], group: Group, holders: Holders) -> Desc
             continue
         name, part = key_of(key)
         kind = "parameter" if part in (WEIGHT, MASTER) else "optimizer"
-        info = TensorInfo(name, part, name_of(shards[0].data.dtype), shards[0].global_shape, kind)
+        info = TensorInfo(name, part, name_of(shards[0].data.dtype, f"{name} ({part})"), shards[0].global_shape, kind)
         found.tensors.append(info)
         for shard in shards:
             if not shard.box.numel:

@@ -28,6 +28,7 @@ from unickpt.transform.convert.huggingface.writer import ExportedModel, as_huggi
 from unickpt.transform.convert.megatron import dist_writer
 from unickpt.transform.convert.megatron.fsdp_writer import export_fsdp
 from unickpt.transform.convert.torch_dcp import writer
+from unickpt.transform.dialects.translated_checkpoint import OWN
 from unickpt.transform.edit.merge_lora import ADAPTER_CONFIG
 from unickpt.transform.edit.peft_adapter import AdapterSettings, export_adapter
 from unickpt.transform.edit.table import table_of
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         check_no_model(args.output)
     checkpoint = Checkpoint.open(directory)
     config = model_folder(args.config, directory)
-    if args.to not in (DCP, PEFT):
+    if args.to not in (DCP, PEFT) and not _keeps_names(checkpoint, args):
         under_names = dist_writer.as_megatron if args.to in MEGATRON else as_huggingface
         checkpoint = under_names(checkpoint, chosen=args.dialect, config=settings_of(config))
     lines = Output.for_lines(out, as_json=args.json)
@@ -59,6 +60,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.json:
         out.json(_document(made, args, checkpoint, problems))
     return DAMAGED if problems else SOUND
+
+
+def _keeps_names(checkpoint: Checkpoint, args: argparse.Namespace) -> bool:
+    """Whether DeepSpeed trains the same module as the job that saved it, so that no name is translated."""
+    return args.to == UNIVERSAL and checkpoint.manifest.writer.dialect == OWN and not (args.dialect or args.config)
 
 
 def _exported(checkpoint: Checkpoint, args: argparse.Namespace, config: Path | None, directory: str) -> Exported:

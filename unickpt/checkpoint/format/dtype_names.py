@@ -11,7 +11,7 @@ from unickpt.base.errors import FormatError
 # In this order records of calls number them: new ones are added at the end.
 _ITEMSIZE = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8,
-    "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8,
+    "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1,
 }  # fmt: skip
 
 

@@ -23,16 +23,30 @@ _TORCH_BY_NAME: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
     "C64": torch.complex64,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
+if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
+    _TORCH_BY_NAME["F8_E8M0"] = torch.float8_e8m0fnu
 _NAME_BY_TORCH = {dtype: name for name, dtype in _TORCH_BY_NAME.items()}
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """Return the format name of a torch dtype. Raises FormatError if the format cannot store it."""
+def name_of(dtype: torch.dtype, of: str = "") -> str:
+    """Return the format name of a torch dtype. ``of`` is the tensor that has it, for the message.
+
+    Raises:
+        FormatError: the format cannot store the dtype.
+    """
     try:
         return _NAME_BY_TORCH[dtype]
     except KeyError:
-        raise FormatError(f"dtype {dtype} cannot be stored; known: {sorted(_TORCH_BY_NAME)}") from None
+        which = f"{of} has dtype {dtype}, which" if of else f"dtype {dtype}"
+        raise FormatError(f"{which} cannot be stored; known: {sorted(_TORCH_BY_NAME)}") from None
+
+
+def torch_dtypes() -> dict[str, torch.dtype]:
+    """Return the torch dtypes that the format can store, by format name: all but those that the installed torch lacks."""
+    return dict(_TORCH_BY_NAME)
 
 
 def torch_dtype(name: str) -> torch.dtype:

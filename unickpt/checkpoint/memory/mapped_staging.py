@@ -21,6 +21,7 @@ from unickpt.base.errors import StorageError
 from unickpt.base.private_files import no_room
 from unickpt.checkpoint.format.block_table import TABLE_KEY, room_bytes
 from unickpt.checkpoint.format.boxes import Box
+from unickpt.checkpoint.format.dtype_names import names
 from unickpt.checkpoint.format.file_names import DATA_FORMAT
 from unickpt.checkpoint.format.layout import fragment_key
 from unickpt.checkpoint.format.safetensors_header import MAX_HEADER_BYTES, build_header
@@ -35,7 +36,7 @@ from unickpt.checkpoint.storage.direct_io import BLOCK_BYTES, address_of
 _STEP_DIGITS = 20
 # most bytes of the header, with numbers of 20 digits: of its metadata, of an entry without names, and of a dimension
 _METADATA_BYTES = 256
-_ENTRY_BYTES = len('":[]":{"dtype":"F8_E4M3","shape":[],"data_offsets":[,]},') + 2 * 20
+_ENTRY_BYTES = len('":[]":{"dtype":"","shape":[],"data_offsets":[,]},') + max(map(len, names())) + 2 * 20
 _DIMENSION_BYTES = len(",:,") + 3 * 20
 _SPARE_BYTES = 64 << 10
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

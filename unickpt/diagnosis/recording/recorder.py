@@ -13,7 +13,7 @@ import torch
 
 from unickpt.base.io_times import IoTime
 from unickpt.base.logs import logger
-from unickpt.checkpoint.format.dtypes import torch_dtype
+from unickpt.checkpoint.format.dtypes import torch_dtypes
 from unickpt.diagnosis.recording import flight_recorder
 from unickpt.diagnosis.recording.device_events import EventSource
 from unickpt.diagnosis.recording.device_timer import DeviceCall, DeviceTimer
@@ -29,7 +29,7 @@ _REMEMBERED = 4096  # calls of a communicator that may be in flight on a device
 _MAX_COMMUNICATORS = 1 << 16
 _MAX_CREATED = 512  # communicators in the table up to which the creation of groups is recorded
 _MAX_ERRORS = 3
-DTYPE_CODES = {torch_dtype(name): at for at, name in enumerate(DTYPES, start=1)}
+DTYPE_CODES = {dtype: DTYPES.index(name) + 1 for name, dtype in torch_dtypes().items()}
 _BYTES = DTYPES.index("U8") + 1
 HOST_BACKENDS = ("gloo", "mpi")  # backends whose calls end on the host
 _RECORD_BYTES = RECORD.itemsize

@@ -11,7 +11,7 @@ from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.transform.dialects.hf_layouts import as_wanted
 from unickpt.transform.dialects.model_facts import Model
 from unickpt.transform.dialects.registry import choose, dialects
-from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE, shapes_of, translated
+from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE, shapes_of, translated, uses_names
 from unickpt.transform.dialects.translation import counterpart_shapes
 
 Shapes = Mapping[str, Sequence[int]]
@@ -34,7 +34,7 @@ def under_own_names(checkpoint: Checkpoint, model: Model, wanted: Shapes, chosen
     stored = checkpoint.manifest.writer
     if stored.dialect == HUGGINGFACE:
         return as_wanted(checkpoint, wanted, model.family)
-    if _has_own_names(checkpoint, wanted):
+    if uses_names(checkpoint, wanted):
         return checkpoint
     where = str(checkpoint.storage)
     model = model.with_more(Model.from_json(stored.model), where)
@@ -73,12 +73,3 @@ def through_transformers(checkpoint: Checkpoint, name: str, model: Model, chosen
     facts = dataclasses.replace(model, family=family).as_json()
     writer = dataclasses.replace(stored, dialect=HUGGINGFACE, model=facts)
     return dataclasses.replace(view, manifest=dataclasses.replace(view.manifest, writer=writer))
-
-
-def _has_own_names(checkpoint: Checkpoint, wanted: Shapes) -> bool:
-    """Whether the checkpoint already uses this job's names, such as for a module built from the same parts.
-
-    One name in common proves nothing: many models have ``lm_head.weight``.
-    """
-    aliases = checkpoint.manifest.aliases
-    return 2 * sum(name in aliases or checkpoint.info(name, "weight") is not None for name in wanted) > len(wanted)

@@ -7,7 +7,7 @@ place with the strides there, so a load in another dialect reads only the bytes 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from unickpt.transform.dialects.translation import Translation, translate
 
 TENSORS = ("parameter", "buffer")
 HUGGINGFACE = "huggingface"
+OWN = "torch"  # names of a module in plain torch whose family is unknown: no dialect leads from them
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +319,15 @@ def _optimizer(
     return OptimizerRecord(record.name, renamed(record.groups), renamed(record.scalars), record.stepped)
 
 
+def uses_names(checkpoint: Checkpoint, wanted: Collection[str]) -> bool:
+    """Whether the checkpoint already uses the wanted names, such as for a module built from the same parts.
+
+    One name in common proves nothing: many models have ``lm_head.weight``.
+    """
+    aliases = checkpoint.manifest.aliases
+    return 2 * sum(name in aliases or checkpoint.info(name, "weight") is not None for name in wanted) > len(wanted)
+
+
 def under_names_of(source: Checkpoint, like: Checkpoint, *, chosen: str = "", option: str = "--dialect") -> Checkpoint:
     """Return a checkpoint under the names and shapes of another one; the same checkpoint if both have one dialect.
 
@@ -334,6 +344,8 @@ def under_names_of(source: Checkpoint, like: Checkpoint, *, chosen: str = "", op
     stored, wanted = source.manifest.writer, like.manifest.writer
     if stored.dialect == wanted.dialect:
         return source
+    if OWN in (stored.dialect, wanted.dialect) and not chosen and uses_names(source, shapes_of(like)[0]):
+        return source  # such as of one module in plain torch and under DeepSpeed
     where = str(source.storage)
     model = Model.from_json(wanted.model).with_more(Model.from_json(stored.model), where)
     outward = wanted.dialect == HUGGINGFACE

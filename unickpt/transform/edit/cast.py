@@ -13,7 +13,7 @@ from unickpt.transform.convert.readings import Reading
 from unickpt.transform.edit.patterns import Selection
 from unickpt.transform.edit.table import Table, count_of
 
-_BY_NAME = {str(dtypes.torch_dtype(name)).removeprefix("torch."): name for name in dtype_names.names()}
+_BY_NAME = {str(dtype).removeprefix("torch."): name for name, dtype in dtypes.torch_dtypes().items()}
 
 
 @dataclass(frozen=True, slots=True)

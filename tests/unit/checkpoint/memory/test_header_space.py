@@ -21,7 +21,7 @@ LARGE = 10**19
 def test_a_header_fits(name: str, ndim: int, count: int) -> None:
     box = Box((LARGE,) * ndim, (LARGE // 1000,) * ndim if ndim == 1 else (1,) * ndim)  # some exabytes in a file
     shards = [
-        Shard(TensorInfo(f"{name}{at}", "exp_avg_sq", "F8_E4M3", (3 * LARGE,) * ndim, "optimizer"), box, torch.empty(0))
+        Shard(TensorInfo(f"{name}{at}", "exp_avg_sq", "F8_E4M3FNUZ", (3 * LARGE,) * ndim, "optimizer"), box, torch.empty(0))
         for at in range(count)
     ]
     space = header_space(shards)

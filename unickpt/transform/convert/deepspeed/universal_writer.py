@@ -32,6 +32,7 @@ from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.boxes import Box, cut
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.index import TensorInfo
+from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup
 from unickpt.checkpoint.load.checked_read import bytes_of
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.diff import BLOCK_ELEMENTS
@@ -121,7 +122,7 @@ def _is_name(name: str) -> bool:
 def _trained(checkpoint: Checkpoint) -> _Trained:
     """Return the optimizer state to write. Raises MismatchError."""
     where, record = checkpoint.storage, checkpoint.manifest.optimizer
-    groups = [group for group in record.groups if group.parameters] if record is not None else []
+    groups = _groups_with_steps(checkpoint, record) if record is not None else []
     if record is None or not groups:
         raise MismatchError(
             f"{where}: has no optimizer, but DeepSpeed's universal loading needs masters and states (--to hf does not)"
@@ -130,7 +131,7 @@ def _trained(checkpoint: Checkpoint) -> _Trained:
     for info in checkpoint.index.tensors:
         by_name.setdefault(info.name, []).append(info)
     tensors: dict[str, dict[str, TensorInfo]] = {}
-    for name in (name for group in groups for name in group.parameters):
+    for name in (name for _, names in groups for name in names):
         if not _is_name(name):
             raise MismatchError(f"{where}: the parameter {name!r} is not a valid folder name, which DeepSpeed requires")
         states = {info.state: info for info in by_name.get(name, ())}
@@ -158,7 +159,15 @@ def _trained(checkpoint: Checkpoint) -> _Trained:
         needs="ZeRO's universal loading needs",
         single="ZeRO has a single step for all parameters of a flat group",
     )
-    return _Trained([(decoded(group, where="optimizer"), group.parameters) for group in groups], tensors, step)
+    return _Trained([(decoded(group, where="optimizer"), names) for group, names in groups], tensors, step)
+
+
+def _groups_with_steps(checkpoint: Checkpoint, record: OptimizerRecord) -> list[tuple[ParameterGroup, list[str]]]:
+    """Return the groups, and of each the parameters that a step has used. torch gives frozen ones no state."""
+    used = {name for scalars in record.scalars for name in scalars.parameters}
+    used |= {info.name for info in checkpoint.index.tensors if info.kind == "optimizer"}
+    groups = [(group, [name for name in group.parameters if name in used or not used]) for group in record.groups]
+    return [(group, names) for group, names in groups if names]
 
 
 # -------------------------------------------------------------------- files

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from unickpt.base.errors import FormatError
-from unickpt.checkpoint.format.dtype_names import itemsize_bytes, names
-from unickpt.checkpoint.format.dtypes import name_of, torch_dtype
+from unickpt.checkpoint.format.dtype_names import itemsize_bytes
+from unickpt.checkpoint.format.dtypes import name_of, torch_dtypes
 from unickpt.checkpoint.format.tensor_table import collector_paused
 from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
 from unickpt.transform.convert.pickles.nesting_limits import check_unfolding
@@ -48,7 +48,7 @@ _STORAGES = {
     "ComplexFloatStorage": "C64",
 }  # fmt: skip
 _RENAMED = {"__builtin__": "builtins"}  # the name in protocol 2, which torch.save uses
-_DTYPES = {str(torch_dtype(name)).removeprefix("torch."): torch_dtype(name) for name in names()}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in torch_dtypes().values()}
 
 
 class StorageHandle(Record):
