@@ -72,7 +72,8 @@ _savers: weakref.WeakKeyDictionary[GuardedSaver, None] = weakref.WeakKeyDictiona
 _lock = threading.Lock()
 _installed = False
 _listening = False
-_woken = False  # whether the thread reads this process's signals
+_woken: socket.socket | None = None  # what wakes the thread that reads this process's signals; None: there is no thread
+_CALLED = 0  # told by the handler; Python itself tells the number of a signal, which is positive
 _ending = ""
 _taker: Callable[[], None] | None = None  # called at SIGTERM in place of the end of the process
 
@@ -116,10 +117,10 @@ def take_over(taker: Callable[[], None]) -> bool:
     with _lock:
         _install()
         _taker, _listening = taker, True
-        if _woken or _wake():
-            signal.signal(signal.SIGTERM, _ignore_signal)
+        if _woken is not None or _wake():
+            signal.signal(signal.SIGTERM, _tell_thread)
         else:
-            signal.signal(signal.SIGTERM, lambda *_: taker())
+            signal.signal(signal.SIGTERM, _tell_taker)
     return True
 
 
@@ -155,13 +156,14 @@ def _at_exit() -> None:
 def _reset_in_child() -> None:
     """Reset the state in a forked child, such as a worker of a data loader: saves and signals belong to the parent."""
     global _ending, _listening, _lock, _taker, _woken
-    took_over = _taker is not None
-    _lock, _listening, _ending, _taker, _woken = threading.Lock(), False, "", None, False
+    woken = _woken
+    _lock, _listening, _ending, _taker, _woken = threading.Lock(), False, "", None, None
     _savers.clear()
-    if took_over and signal.getsignal(signal.SIGTERM) is not _ignore_signal:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGTERM) is _ignore_signal:
-        signal.set_wakeup_fd(-1)  # the descriptor belongs to the thread of the parent
+    if woken is not None:  # the descriptor belongs to the thread of the parent
+        before = signal.set_wakeup_fd(-1)
+        if before not in (-1, woken.fileno()):
+            signal.set_wakeup_fd(before)
+    if signal.getsignal(signal.SIGTERM) in (_tell_thread, _tell_taker):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -250,7 +252,7 @@ def _listen() -> None:
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
     if _wake():
-        signal.signal(signal.SIGTERM, _ignore_signal)
+        signal.signal(signal.SIGTERM, _tell_thread)
 
 
 def _wake() -> bool:
@@ -263,26 +265,44 @@ def _wake() -> bool:
         signal.set_wakeup_fd(before)
         return False
     threading.Thread(target=_terminate, args=(receiving, sending, os.getpid()), name="unickpt-sigterm", daemon=True).start()
-    _woken = True
+    _woken = sending
     return True
 
 
-def _ignore_signal(*_: object) -> None:
-    """Do nothing. As a handler it prevents the signal from ending the process."""
+def _tell_thread(*_: object) -> None:
+    """Handle SIGTERM: the thread ends the process. In a forked child, whose own handler calls this one, there is no thread."""
+    if _woken is None:
+        die()
+        return
+    with contextlib.suppress(OSError):  # full, or the process is ending
+        _woken.send(bytes([_CALLED]))
+
+
+def _tell_taker(*_: object) -> None:
+    """Handle SIGTERM where other code reads the signals of this process."""
+    if _taker is None:  # a forked child, whose own handler calls this one
+        die()
+    else:
+        _taker()
 
 
 def _terminate(receiving: socket.socket, sending: socket.socket, process: int) -> None:
+    heard = False  # SIGTERM, of which the handler will tell once more
     while True:
         received = receiving.recv(64)
         if not received:
             return
-        if signal.SIGTERM in received and signal.getsignal(signal.SIGTERM) is _ignore_signal and os.getpid() == process:
-            if _taker is not None:
-                _taker()
+        for told in received if os.getpid() == process else b"":
+            by_python = told == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is _tell_thread
+            unheard = told == _CALLED and not heard
+            heard = by_python or (heard and told != _CALLED)
+            if not by_python and not unheard:
                 continue
-            end_by_signal()
-            sending.close()
-            return
+            if _taker is None:
+                end_by_signal()
+                sending.close()
+                return
+            _taker()
 
 
 def die() -> None:

@@ -382,6 +382,75 @@ def test_an_abandoned_save_leaves_no_checkpoint_and_the_log_has_its_duration(tmp
     assert "No checkpoint was written; earlier checkpoints are intact." in done.stderr
 
 
+OTHER_CODE_JOB = """
+import asyncio, os, signal, sys, time
+from pathlib import Path
+from tests.support.rank_threads import alone
+from tests.support.saves import large, request
+from unickpt.api.preemption import Preemption
+from unickpt.checkpoint.save.requests import SaveOptions
+from unickpt.checkpoint.save.saver import Saver
+folder, what = Path(sys.argv[1]), sys.argv[2]
+saver = Saver(SaveOptions())
+assert saver.save(request(folder, "a", large()), alone()).committed
+preemption = Preemption() if "stopping" in what else None
+async def usual():
+    heard = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, heard.set)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    await heard.wait()
+    if "within" in what:
+        await end()
+async def end():
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(5)
+def handler(number, frame):
+    print("cleaned", flush=True)
+    if callable(before):
+        before(number, frame)
+    else:
+        signal.signal(number, before)
+        os.kill(os.getpid(), number)
+if "asyncio" in what:
+    asyncio.run(usual())
+else:
+    before = signal.signal(signal.SIGTERM, handler)
+    child = os.fork()
+    if not child:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGTERM
+    time.sleep(0.5)
+os.kill(os.getpid(), signal.SIGTERM)
+steps, until = 0, time.monotonic() + 20
+while time.monotonic() < until:
+    time.sleep(0.05)
+    steps += 1
+    if preemption is not None and preemption.due(steps):
+        preemption.leave()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code"),
+    [
+        ("after asyncio", -signal.SIGTERM),
+        ("within asyncio", -signal.SIGTERM),
+        ("stopping after asyncio", 143),
+        ("a handler that calls the one before", -signal.SIGTERM),
+        ("stopping: a handler that calls the one before", 143),
+    ],
+)
+def test_sigterm_ends_a_process_whose_other_code_handles_signals_after_a_save(tmp_path: Path, what: str, code: int) -> None:
+    """asyncio takes the descriptor of ``signal.set_wakeup_fd``, and does not give it back."""
+    begin = time.monotonic()
+    done = run_alone(OTHER_CODE_JOB, str(tmp_path), what)
+    assert done.returncode == code, done.stderr[-2000:]
+    assert done.stdout.count("cleaned") == (2 if "handler" in what else 0), "of the child, and of the process"
+    assert time.monotonic() - begin < 19
+
+
 def test_the_log_states_the_time_waited_and_not_the_grace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
