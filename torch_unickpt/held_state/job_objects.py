@@ -8,6 +8,7 @@ from typing import Any
 
 from torch_unickpt.held_state.module_states import EXTRA_STATE, RestoredExtraStates
 from unickpt.base.errors import MismatchError
+from unickpt.base.listing import some
 from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
@@ -102,15 +103,27 @@ class RestoredObjects:
         wanted = {0, min(1, self.before - 1), *({self.rank} if self.rank < self.before else ())}
         if self.own.loader is not None and self.before != self.world:
             wanted = set(range(self.before))
-        loader = self.own.loader
-        if loader is not None and self.before != self.world and not hasattr(loader, "reshard"):
+        for rank in wanted:
+            self._ranks[rank] = dict(self.checkpoint.rank_objects(rank, allow_pickle=self.allow_pickle).value)
+        self._check_loader()
+
+    def _check_loader(self) -> None:
+        """Raise a MismatchError if the states of the saved loaders cannot be divided among the ranks of this job."""
+        loader, saved = self.own.loader, [rank for rank, objects in self._ranks.items() if objects.get(LOADER) is not None]
+        if loader is None or self.before == self.world or not saved:
+            return
+        if len(saved) < self.before:  # such as rank 0 alone, which reads for all
+            raise MismatchError(
+                f"{self.checkpoint.storage}: of {self.before} ranks, only {some(sorted(saved))} saved the state of "
+                f"a data loader, so these states cannot be divided among the {self.world} of this job. Pass loader=None, and "
+                "set the position by hand"
+            )
+        if not hasattr(loader, "reshard"):
             raise MismatchError(
                 f"{self.checkpoint.storage}: {self.before} ranks saved the states of their data loaders, this job has "
                 f"{self.world}, and {type(loader).__name__} has no method reshard (unickpt.ReshardableLoader). Pass "
                 "loader=None, and set the position by hand"
             )
-        for rank in wanted:
-            self._ranks[rank] = dict(self.checkpoint.rank_objects(rank, allow_pickle=self.allow_pickle).value)
 
     def apply(self) -> None:
         """Set the states."""
@@ -156,11 +169,12 @@ class RestoredObjects:
         loader = self.own.loader
         if loader is None:
             return
-        states = [self._ranks[rank].get(LOADER) for rank in sorted(self._ranks)]
+        same = self.before == self.world  # then other ranks need not have one
+        states = [self._ranks[rank].get(LOADER) for rank in ([self.rank] if same else sorted(self._ranks))]
         if None in states:
             self._note(LOADER, "left out", "none was saved: it keeps its own state")
-        elif self.before == self.world:
-            loader.load_state_dict(self._ranks[self.rank][LOADER])
+        elif same:
+            loader.load_state_dict(states[0])
             self._note(LOADER, "restored")
         else:
             loader.load_state_dict(loader.reshard(states, self.world)[self.rank])

@@ -172,6 +172,26 @@ def loaders_generators_and_stateful_objects_continue(folder: Path) -> None:
 
 
 @scenario(2)
+def a_loader_on_one_rank_alone_continues(folder: Path) -> None:
+    """Such as the rank that reads for all."""
+    rank, job = dist.get_rank(), job_of("fsdp2", 1)
+    for reads in range(2):
+        loader = _Loader([5, 6]) if rank == reads else None
+        unickpt.save_training(job.model, job.optimizer, folder / f"step{reads}", step=reads, loader=loader)
+        loader = _Loader([]) if rank == reads else None
+        unickpt.load_training(job.model, job.optimizer, folder / f"step{reads}", loader=loader)
+        assert loader is None or loader.buffer == [5, 6]
+    unickpt.save_training(job.model, job.optimizer, folder / "none", step=3)
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    single, loader = Job(Layout.parse(f"one-{ADAMW}"), 3), _Loader([])
+    with pytest.raises(unickpt.MismatchError, match="of 2 ranks, only 1 saved the state of a data loader"):
+        unickpt.load_training(single.model, single.optimizer, folder / "step1", loader=loader, group=alone)
+    plain: Any = torch.nn.BatchNorm1d(2)  # without reshard
+    start = unickpt.load_training(single.model, single.optimizer, folder / "none", loader=plain, group=alone)
+    assert "  left out: data_loader: none was saved: it keeps its own state" in start.report.lines()
+
+
+@scenario(2)
 def a_parameter_that_was_frozen_needs_a_decision(folder: Path) -> None:
     job = job_of("fsdp2", 1)
     job.train(1)
