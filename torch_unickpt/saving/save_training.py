@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from operator import index
 from typing import Any
 
 import torch
@@ -94,6 +95,7 @@ def save_training(
     """
     make_visible()
     options = options or SaveOptions()
+    step, samples = index(step), None if samples is None else index(samples)  # counters of NumPy have another type
     exchange, ranks = exchange_of(group, timeout_s=timeout_s), Group.of(group)
     objects = JobObjects(schedulers_of(scheduler), loader, stateful or {})
     failed: BaseException | None = None

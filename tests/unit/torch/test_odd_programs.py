@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -89,3 +90,13 @@ def test_a_forked_child_may_step_while_a_save_copies(tmp_path: Path) -> None:
         assert os.waitpid(child, 0)[1] == 0
         saved.wait()
         assert saved.committed
+
+
+def test_counters_may_be_integers_of_numpy(tmp_path: Path) -> None:
+    model, optimizer = job()
+    step_, samples, seed = np.array([4, 8, 3])
+    unickpt.save_training(model, optimizer, tmp_path / "s4", step=step_, samples=samples)
+    start = unickpt.load_training(model, optimizer, tmp_path)
+    assert (start.step, start.samples) == (4, 8)
+    orders = [list(unickpt.GlobalOrderSampler(5, rank=0, ranks=1, per_device=1, epochs=1, seed=each)) for each in (3, seed)]
+    assert orders[0] == orders[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import index
 
 import torch
 from torch.utils.data import Sampler
@@ -73,7 +74,8 @@ class GlobalOrderSampler(Sampler[int]):
                 f"{epochs} at least 0, and rank {rank} below ranks {ranks}"
             )
         self.size, self.rank, self.ranks, self.per_device = size, rank, ranks, per_device
-        self.start, self.epochs, self.seed, self.shuffle = start, epochs, seed, shuffle
+        self.start, self.epochs, self.shuffle = start, epochs, shuffle
+        self.seed = index(seed)  # the product with one of NumPy's integers overflows
 
     def __iter__(self) -> Iterator[int]:
         """Yield the indices of this rank from ``start`` on."""
