@@ -170,6 +170,7 @@ class Saver:
         """
         if saves_nothing(request.directory, first=exchange.rank == 0):
             return _left_out(PendingSave(request.directory, exchange.rank, self.counts), request)
+        shutdown.listen()  # this saver may have been made in another thread
         interrupts: list[BaseException] = []
         try:
             save = self._begun(request, exchange, asynchronous, interrupts)

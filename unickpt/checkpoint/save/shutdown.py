@@ -80,13 +80,20 @@ _taker: Callable[[], None] | None = None  # called at SIGTERM in place of the en
 
 def guard(saver: GuardedSaver) -> None:
     """Make the end of this process wait for the pending saves of a saver."""
-    global _listening
     with _lock:
         _savers[saver] = None
         _install()
-        if not _listening:
-            _listening = True
-            _listen()
+    listen()
+
+
+def listen() -> None:
+    """Handle SIGTERM from now on, once. Python sets handlers in the main thread only: elsewhere this does nothing."""
+    global _listening
+    if _listening or threading.current_thread() is not threading.main_thread():
+        return
+    with _lock:
+        _listening = True
+        _listen()
 
 
 def _install() -> None:
@@ -249,9 +256,7 @@ def _finish(why: str, since: float) -> None:
 
 def _listen() -> None:
     """Start the thread that handles SIGTERM, unless other code handles the signal."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        return
-    if _wake():
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and _wake():
         signal.signal(signal.SIGTERM, _tell_thread)
 
 

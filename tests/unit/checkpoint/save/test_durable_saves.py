@@ -343,7 +343,16 @@ def hold(call):
 watching = watched(folder, hold, ("pwrite",))
 watching.__enter__()
 behind = what != "synchronous"
-saver = Saver(SaveOptions(asynchronous=behind, grace_s=float(sys.argv[3]), on_busy="queue"))
+made = []
+def make():
+    made.append(Saver(SaveOptions(asynchronous=behind, grace_s=float(sys.argv[3]), on_busy="queue")))
+if what == "made in a thread":
+    maker = threading.Thread(target=make)
+    maker.start()
+    maker.join()
+else:
+    make()
+saver, = made
 def end():
     met.wait()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -362,7 +371,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("what", ["synchronous", "another"])
+@pytest.mark.parametrize("what", ["synchronous", "another", "made in a thread"])
 def test_after_sigterm_a_running_save_finishes_and_no_other_begins(tmp_path: Path, what: str) -> None:
     done = run_alone(SIGTERM_JOB, str(tmp_path), what, "30")
     assert done.returncode == -signal.SIGTERM, done.stderr[-2000:]
