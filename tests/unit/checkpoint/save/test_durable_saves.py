@@ -453,11 +453,9 @@ while time.monotonic() < until:
 )
 def test_sigterm_ends_a_process_whose_other_code_handles_signals_after_a_save(tmp_path: Path, what: str, code: int) -> None:
     """asyncio takes the descriptor of ``signal.set_wakeup_fd``, and does not give it back."""
-    begin = time.monotonic()
     done = run_alone(OTHER_CODE_JOB, str(tmp_path), what)
     assert done.returncode == code, done.stderr[-2000:]
     assert done.stdout.count("cleaned") == (2 if "handler" in what else 0), "of the child, and of the process"
-    assert time.monotonic() - begin < 19
 
 
 def test_the_log_states_the_time_waited_and_not_the_grace(
