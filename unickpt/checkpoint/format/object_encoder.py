@@ -63,7 +63,7 @@ def digest_of(value: Any) -> str:
     found = xxhash.xxh3_128(json.dumps(encoded.value, sort_keys=True).encode())
     for key, tensor in encoded.tensors.items():
         found.update(key.encode())
-        found.update(byte_view(tensor.contiguous()).numpy().tobytes() if tensor.numel() else b"")
+        found.update(byte_view(tensor).numpy().tobytes() if tensor.numel() else b"")
     return found.hexdigest()
 
 
@@ -222,13 +222,12 @@ class _Encoder:
             return self._row(object_types.LEAF, value, path, depth)
         if id(value) in self._keys:
             return {"$tensor": self._keys[id(value)]}
-        tensor = value.detach()
         try:
+            tensor = object_types.row_major(value)
             dtypes.name_of(tensor.dtype)
-            tensor = tensor.to("cpu").contiguous()
         except FormatError:
             return self._row(object_types.VIEWED, value, path, depth)
-        except Exception:  # quantized, sparse, meta or nested: the format cannot store it
+        except Exception:  # the format cannot store it
             return self._opaque(value, path)
         key = f"{self._prefix}/{len(self._out.tensors)}"
         self._out.tensors[key] = tensor

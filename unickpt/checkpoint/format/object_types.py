@@ -209,9 +209,22 @@ def _raw(parts: Any) -> np.ndarray[Any, Any]:
     return np.frombuffer(data.numpy().tobytes(), dtype=_numpy_dtype(described)).reshape([_integer(n) for n in shape]).copy()
 
 
+def row_major(value: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor in host memory, in row-major order.
+
+    Raises an exception if the memory of a tensor does not have its values: quantized, sparse, nested, meta, without storage.
+    """
+    if value.is_quantized:  # its bytes are values only together with scales; torch reads beside its memory
+        raise TypeError(f"{value.dtype} is quantized")
+    found = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    if found.numel():
+        byte_view(found).numpy()
+    return found
+
+
 def _viewed_parts(value: torch.Tensor) -> Any:
     """Return a tensor of a dtype that the format does not have as its dtype, shape and bytes."""
-    data = value.detach().to("cpu").contiguous()
+    data = row_major(value)
     return [str(data.dtype), list(data.shape), byte_view(data)]
 
 

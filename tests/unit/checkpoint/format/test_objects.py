@@ -33,7 +33,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unickpt.base.errors import FormatError
-from unickpt.checkpoint.format import objects
+from unickpt.checkpoint.format import object_encoder, objects
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 HASHABLE = st.integers() | st.text() | st.booleans() | st.tuples(st.integers(), st.text())
@@ -292,6 +292,48 @@ def test_arrays_and_tensors_of_any_dtype_come_back() -> None:
         assert type(found) is type(tensor)
         assert (found.dtype, found.requires_grad) == (tensor.dtype, tensor.requires_grad)
         assert torch.equal(found, tensor)
+
+
+_COMPLEX = torch.complex(torch.arange(3.0), torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "value", [_COMPLEX.conj(), _COMPLEX[1:2].conj(), _COMPLEX.conj().imag[1], _COMPLEX.to(torch.complex128).conj()]
+)
+def test_tensors_that_torch_conjugates_or_negates_when_they_are_read_come_back(value: torch.Tensor) -> None:
+    encoded = objects.encode({"value": value}, prefix="p")
+    assert encoded.opaque == []
+    found = objects.decode(encoded.value, tensors=encoded.tensors, where="t").value["value"]
+    assert found.dtype == value.dtype
+    assert torch.equal(found, value)
+    assert object_encoder.digest_of([value]) == object_encoder.digest_of([value.clone().resolve_conj().resolve_neg()])
+
+
+def _without_storage() -> torch.Tensor:
+    value = torch.ones(4)
+    value.untyped_storage().resize_(0)
+    return value
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        lambda: torch.nn.Parameter(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), requires_grad=False),
+        lambda: torch.eye(2).to_sparse(),
+        lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+        lambda: torch.ones(2, device="meta"),
+        _without_storage,
+    ],
+)
+def test_a_tensor_whose_memory_does_not_have_its_values_is_opaque(make: Callable[[], torch.Tensor]) -> None:
+    value = {"before": torch.ones(2), "odd": make()}
+    encoded = objects.encode(value, prefix="p")
+    object_encoder.digest_of(value)
+    assert [entry[:3] for entry in encoded.opaque] == ["odd"]
+    found = objects.decode(encoded.value, tensors=encoded.tensors, where="t")
+    assert list(found.value) == ["before"]
+    assert found.left_out
 
 
 def test_generators_continue_at_the_same_number() -> None:
