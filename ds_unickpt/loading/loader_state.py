@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_unickpt.checkpoint_engine import ours_of
 from unickpt.base.errors import MismatchError
+from unickpt.base.listing import some
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.resume import AgreedFailureError, Together
 from unickpt.checkpoint.load.validation import is_checkpoint
@@ -51,6 +52,12 @@ def _state(engine: Any, directory: str, loader: ReshardableLoader, client_state:
         return own
     of_job = checkpoint.objects().value.get("client_state") or {}
     stored = [checkpoint.rank_objects(rank).value.get("client_state", of_job) for rank in range(world)]
+    saved = [rank for rank, state in enumerate(stored) if state.get(KEY) is not None]
+    if len(saved) < world:  # such as rank 0 alone, which reads for all
+        raise MismatchError(
+            f"{directory}: of {world} ranks, only {some(saved)} saved the state of a data loader, so these states cannot be "
+            f"divided among the {now} of this job. Set the position by hand"
+        )
     states = loader.reshard([state[KEY] for state in stored], now)
     if len(states) != now:
         raise MismatchError(f"{type(loader).__name__}.reshard returned {len(states)} states for {now} ranks")

@@ -194,8 +194,11 @@ def samples_that_loaders_hold_are_divided_among_the_ranks(folder: Path) -> None:
         engine.save_checkpoint(str(folder / "none"))
         with pytest.raises(MismatchError, match="has no state of a data loader"):
             ds_unickpt.resume_or_start(engine, str(folder / "none"), loader=same)
+        engine.save_checkpoint(str(folder / "first"), client_state={"data_loader": loader.state_dict()} if rank == 0 else {})
         return
     engine, loader = build(here(2), seed=2), Buffered()
+    with pytest.raises(MismatchError, match="of 2 ranks, only 0 saved the state of a data loader"):
+        ds_unickpt.resume_or_start(engine, str(before / "first"), loader=loader)
     ds_unickpt.resume_or_start(engine, str(before), loader=loader)
     assert loader.samples == list(range(rank, 10, 4))
     with pytest.raises(MismatchError, match=r"Short.reshard returned 3 states for 4 ranks"):

@@ -381,12 +381,15 @@ class MemorySaver(Saver):
         if self._newest is None and not self.pending:
             return
         within_s = _COME_S if signalled else self.options.grace_s
-        crashed = not signalled and hasattr(sys, "last_value")
+        crashed = "" if signalled else _uncaught()
         # not the exchange of a save: some ranks may have begun another save when the end comes, and others not
         exchange = self._of_job.separate("closing")
-        self._deserted = crashed or bool(exchange.ended()) or not self._all_come(exchange, within_s)
+        self._deserted = bool(crashed) or bool(exchange.ended()) or not self._all_come(exchange, within_s)
         if self._deserted:
-            self._warn(f"the newest checkpoint stays in memory: not all ranks ended in order within {within_s:g} s")
+            if crashed:
+                self._warn(f"the newest checkpoint stays in memory: the program ended with {crashed}")
+            else:
+                self._warn(f"the newest checkpoint stays in memory: not all ranks ended in order within {within_s:g} s")
             self._newest = None
             return
         for save in self.pending:
@@ -420,6 +423,15 @@ class MemorySaver(Saver):
         if text not in self._warned and self.hosts.rank == 0:
             logger.warning("unickpt: %s", text)
         self._warned.add(text)
+
+
+def _uncaught() -> str:
+    """Return the type of the exception that ends this process; '' if it ends in order.
+
+    In an interactive session, such as a notebook, an exception ends a cell and not the process.
+    """
+    found = getattr(sys, "last_value", None)
+    return "" if found is None or hasattr(sys, "ps1") else type(found).__qualname__
 
 
 def _as_read(storage: Storage, name: str) -> WantedFile:

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -283,6 +284,28 @@ def test_the_newest_generation_goes_to_disk_at_the_end_of_the_job(job: Callable[
     assert verify_checkpoint(Path(running.checkpoints) / "step2").problems == ()
     assert torch.equal(Checkpoint.open(Path(running.checkpoints) / "step2").read_tensor(*INFO.key).reshape(-1), values(2))
     assert (Path(running.checkpoints) / "latest").read_text() == "step2"
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+def test_after_a_crash_the_newest_generation_stays_in_memory(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, interactive: bool
+) -> None:
+    """Python keeps the exception that ends a process, and an interactive session that of any statement."""
+    running = job()
+    running.save(1, 2)
+    monkeypatch.setattr(sys, "last_value", ZeroDivisionError("division by zero"), raising=False)
+    if interactive:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+
+    def end(tier: MemoryTier, exchange: MessageExchange) -> bool:
+        saver = next(iter(tier._folders.values())).saver
+        assert saver is not None
+        saver.closing(signalled=False)
+        return saver.leave(30)
+
+    assert all(running.everywhere(end))
+    assert (Path(running.checkpoints) / "step2" / "manifest.json").exists() == interactive
+    assert ("the newest checkpoint stays in memory: the program ended with ZeroDivisionError" in caplog.text) != interactive
 
 
 def test_the_job_may_end_when_some_ranks_have_begun_a_save_and_others_have_not(job: Callable[..., Job]) -> None:
