@@ -56,7 +56,8 @@ def resume_or_start(
         folder: the ``save_dir`` of ``engine.save_checkpoint``. A path or a URL. It need not exist. None: the option
             ``resume_from`` of the DeepSpeed JSON.
         loader: data loader of this rank, whose state was saved as ``client_state={"data_loader": loader.state_dict()}`` on
-            every rank. On the same number of ranks it gets its own state, on another its part of ``loader.reshard``.
+            every rank that has one. On the same number of ranks it gets its own state, on another its part of
+            ``loader.reshard``. None: this rank has none.
         load_module_strict: as for ``engine.load_checkpoint``.
 
     Returns:
@@ -85,10 +86,9 @@ def resume_or_start(
         if reasons:
             raise CorruptCheckpointError(f"no complete checkpoint is left in {folder}: {'; '.join(reasons)}")
     if path is not None:
-        if loader is not None:
-            from ds_unickpt.loading import loader_state
+        from ds_unickpt.loading import loader_state
 
-            loader_state.restore(engine, str(path), loader, client_state or {})
+        loader_state.restore(engine, str(path), loader, client_state or {})
         return StartingPoint(str(path), int(engine.global_steps), int(engine.global_samples), dict(client_state or {}))
     if engine.global_rank == 0:
         logger.info("unickpt: %s has no checkpoint: training starts from the beginning", folder)

@@ -17,8 +17,8 @@ from unickpt.training.data.resharding import ReshardableLoader
 KEY = "data_loader"  # in ``client_state``
 
 
-def restore(engine: Any, path: str, loader: ReshardableLoader, client_state: Mapping[str, Any]) -> None:
-    """Set the state of a loader after a load from ``path``. Every rank calls it.
+def restore(engine: Any, path: str, loader: ReshardableLoader | None, client_state: Mapping[str, Any]) -> None:
+    """Set the state of a loader after a load from ``path``. Every rank calls it, also one that has no loader.
 
     Raises:
         UnickptError: a rank cannot set it. Raised on every rank.
@@ -26,7 +26,8 @@ def restore(engine: Any, path: str, loader: ReshardableLoader, client_state: Map
     ours, directory = ours_of(engine), os.path.dirname(path)
 
     def part() -> None:
-        loader.load_state_dict(_state(engine, directory, loader, client_state))
+        if loader is not None:
+            loader.load_state_dict(_state(engine, directory, loader, client_state))
 
     if ours is None:
         part()

@@ -195,6 +195,9 @@ def samples_that_loaders_hold_are_divided_among_the_ranks(folder: Path) -> None:
         with pytest.raises(MismatchError, match="has no state of a data loader"):
             ds_unickpt.resume_or_start(engine, str(folder / "none"), loader=same)
         engine.save_checkpoint(str(folder / "first"), client_state={"data_loader": loader.state_dict()} if rank == 0 else {})
+        first = Buffered() if rank == 0 else None
+        ds_unickpt.resume_or_start(engine, str(folder / "first"), loader=first)
+        assert first is None or first.samples == loader.samples
         return
     engine, loader = build(here(2), seed=2), Buffered()
     with pytest.raises(MismatchError, match="of 2 ranks, only 0 saved the state of a data loader"):
