@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -109,9 +109,9 @@ def restore_hyperparameters(part: OptimizerPart, leaf: Leaf) -> None:
     A step that the checkpoint lacks is that of a new optimizer, also if this one has stepped.
     """
     record = part.record or OptimizerRecord("", (), ())
-    groups = {name: group for group in record.groups for name in group.parameters}
     steps = {name: entry.hyperparameters for entry in record.scalars for name in entry.parameters}
     latest = max((float(s["step"]) for s in steps.values() if isinstance(s.get("step"), (int, float))), default=None)
+    grouped = {name for group in record.groups for name in group.parameters}
     members: dict[int, list[str]] = {}
     for held in leaf.held:
         members.setdefault(id(held.group), []).extend(part.named.names[id(held.parameter)])
@@ -123,12 +123,12 @@ def restore_hyperparameters(part: OptimizerPart, leaf: Leaf) -> None:
             internals.set_step(leaf, held, step or 0.0)
     for group in leaf.inner.param_groups:
         names = members.get(id(group), [])
-        source = next((groups[n] for n in names if n in groups), None) or _same_identity(record, group)
+        source = _source(record, group, names)
         if source is not None:
             _set_group(group, source)
         if not internals.steps_per_parameter(leaf):
             named = [steps[n]["step"] for n in names if n in steps and "step" in steps[n]]
-            counts = not any(n in groups for n in names)  # Muon, for one, has no step
+            counts = grouped.isdisjoint(names)  # Muon, for one, has no step
             _set_step(group, float(named[0]) if named else latest if counts else None)
 
 
@@ -146,10 +146,31 @@ def _set_step(group: dict[str, Any], step: float | None) -> None:
         group.pop("step", None)
 
 
-def _same_identity(record: OptimizerRecord, group: Mapping[str, Any]) -> ParameterGroup | None:
-    """Return the stored group for a group without parameters on this rank, by the keys that identify groups in Megatron."""
+def _source(record: OptimizerRecord, group: Mapping[str, Any], names: Collection[str]) -> ParameterGroup | None:
+    """Return the stored group for a group of this rank: the one that has its parameters.
 
-    def identity(values: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(values.get(key, values.get(f"pre_{key}")) for key in keys.GROUP_IDENTITY)
+    Layers share a name (``decoder.layers.mlp.linear_fc1.weight``), and the record has each name once. If groups divide the
+    layers, names fit several groups, or a group has lost all its names to another one. Megatron's identity of groups then
+    decides, and after it the values that no schedule changes.
 
-    return next((g for g in record.groups if identity(g.hyperparameters) == identity(group)), None)
+    Args:
+        record: groups of the checkpoint.
+        group: group of this rank's optimizer.
+        names: of its parameters on this rank.
+    """
+    among = [each for each in record.groups if not each.parameters or not set(names).isdisjoint(each.parameters)]
+    same = [each for each in record.groups if _identity(each.hyperparameters) == _identity(group)]
+    if not any(each.parameters for each in among):
+        return next(iter(same), None)
+    return max(among, key=lambda each: (each in same, _alike(each, group), len(each.parameters)))
+
+
+def _identity(values: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the values of the keys that identify groups in Megatron."""
+    return tuple(values.get(key, values.get(f"pre_{key}")) for key in keys.GROUP_IDENTITY)
+
+
+def _alike(stored: ParameterGroup, group: Mapping[str, Any]) -> int:
+    """Return how many values of a stored group are those of a group, without the ones that schedulers set."""
+    held = decoded(stored, where="optimizer group")
+    return sum(key in group and group[key] == value for key, value in held.items() if key not in ("lr", "weight_decay"))

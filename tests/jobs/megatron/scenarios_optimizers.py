@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import unittest
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 import megatron_unickpt
@@ -176,3 +177,41 @@ def experts_in_one_parameter_load_the_state_of_single_ones(folder: Path) -> None
         assert expected.keys() == found.keys()
         assert all(torch.equal(value, found[key]) for key, value in expected.items())
         assert _steps(place / "a") == _steps(place / "b")
+
+
+def _with_slow_layers(job: Job) -> Job:
+    """Give a job an optimizer whose groups divide the layers: the first one, and the others. No schedule has run."""
+    options = inspect.signature(get_megatron_optimizer).parameters
+    if "config_overrides" not in options:
+        pytest.skip("this version has no values of an optimizer by layer")
+    from megatron.core.optimizer import ParamKey
+
+    low = job.layout.low
+    config = OptimizerConfig(
+        optimizer="adam", lr=1e-2, weight_decay=0.1, bf16=low, params_dtype=torch.bfloat16 if low else torch.float32,
+        use_distributed_optimizer=job.layout.distributed,
+    )  # fmt: skip
+    slow = {ParamKey(name="*decoder.layers.0.*"): {"max_lr": 1e-3, "min_lr": 1e-4}}
+    job.optimizer = get_megatron_optimizer(config, job.chunks, config_overrides=slow)
+    return job
+
+
+@scenario(1, 2)
+def groups_that_divide_the_layers_keep_their_values(folder: Path) -> None:
+    """The layers share the names of their tensors."""
+    two = dist.get_world_size() == 2
+    for kind in ("dist", "fp32"):
+        source = _with_slow_layers(Job(Layout(pp=2 if two else 1, optimizer=kind)))
+        for group in source.optimizer.param_groups:
+            group["lr"] = group["max_lr"] / 2
+        source.train(1)
+        megatron_unickpt.save(folder / kind, source.chunks, source.optimizer, iteration=1)
+        for layout in (source.layout, Layout(dp=2 if two else 1, optimizer=kind)):
+            again = _with_slow_layers(Job(layout, seed=7))
+            expected = [(g["max_lr"], g["min_lr"], g["max_lr"] / 2) for g in again.optimizer.param_groups if g["params"]]
+            megatron_unickpt.load(folder / kind, again.chunks, again.optimizer)
+            found = [(g["max_lr"], g["min_lr"], g["lr"]) for g in again.optimizer.param_groups if g["params"]]
+            assert found == expected, (kind, layout)
+        if not two:
+            again.step = 1
+            assert again.train(2) == source.train(2)
