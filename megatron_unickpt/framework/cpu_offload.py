@@ -7,7 +7,7 @@ development branch: ``optimizer/cpu_offloading/hybrid_optimizer.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class OffloadedCopy:
         """Set the step count, where the inner optimizer keeps it."""
         if steps_per_parameter(self.optimizer):
             state = self.optimizer.state.get(self.stepped)
-            if state:
+            if state and counts_steps(self.optimizer, state):
                 state["step"] = torch.tensor(float(step), dtype=torch.float32, device=self.stepped.device)
         else:
             self.group["step"] = int(step)
@@ -67,6 +67,11 @@ def is_hybrid(optimizer: Any) -> bool:
 def steps_per_parameter(optimizer: Any) -> bool:
     """Whether an optimizer keeps ``step`` per parameter, as torch's do, and not per group, as fused ones do."""
     return type(optimizer).__module__.startswith("torch.optim")
+
+
+def counts_steps(optimizer: Any, state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer counts the steps of a parameter that has state. SGD does not."""
+    return "step" in state or not isinstance(optimizer, torch.optim.SGD)
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:

@@ -448,6 +448,6 @@ def set_step(leaf: Leaf, held: HeldRange, step: float) -> None:
                 copy.set_step(step)
             continue
         state = leaf.inner.state.get(stepped)
-        if state and (stepped is held.main or stepped is held.parameter):
+        if state and cpu_offload.counts_steps(leaf.inner, state) and (stepped is held.main or stepped is held.parameter):
             number = type(state.get("step")) is int
             state["step"] = int(step) if number else _new_step(held.group, stepped, float(step))

@@ -215,3 +215,28 @@ def groups_that_divide_the_layers_keep_their_values(folder: Path) -> None:
         if not two:
             again.step = 1
             assert again.train(2) == source.train(2)
+
+
+@scenario(1)
+def sgd_gets_no_count_of_steps_by_a_load(folder: Path) -> None:
+    for kind in ("plain", "fp32"):
+        jobs = []
+        for seed in (1, 7):
+            job = Job(Layout(optimizer=kind), seed=seed)
+            precision = {"bf16": True, "params_dtype": torch.bfloat16} if kind == "plain" else {"params_dtype": torch.float32}
+            job.optimizer = get_megatron_optimizer(
+                OptimizerConfig(optimizer="sgd", sgd_momentum=0.9, lr=1e-2, **precision), job.chunks
+            )
+            jobs.append(job)
+        source, again = jobs
+        source.train(1)
+        megatron_unickpt.save(folder / kind, source.chunks, source.optimizer, iteration=1)
+        megatron_unickpt.load(folder / kind, again.chunks, again.optimizer)
+        inner = getattr(again.optimizer, "chained_optimizers", [again.optimizer])[0].optimizer
+        assert {key for state in inner.state.values() for key in state} == {"momentum_buffer"}
+        again.step = 1
+        assert again.train(1) == source.train(1)
+        megatron_unickpt.save(folder / f"{kind} again", again.chunks, again.optimizer, iteration=2)
+        record = Checkpoint.open(folder / f"{kind} again").manifest.optimizer
+        assert record is not None
+        assert (record.stepped, record.scalars) == (True, ())
