@@ -21,7 +21,7 @@ from megatron_unickpt.framework import internals, marks
 from megatron_unickpt.framework.errors import MegatronSaveError, as_megatron_errors
 from megatron_unickpt.framework.versions import require_usable
 from megatron_unickpt.held_state import optimizer_forms, sharded_tensors
-from megatron_unickpt.held_state.common_state import COMMON, digests_of, readable
+from megatron_unickpt.held_state.common_state import COMMON, digests_of, readable, sendable
 from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
 from unickpt.base.logs import logger, make_visible
 from unickpt.base.step_replay import asked
@@ -133,7 +133,7 @@ def save(
         open_storage(directory).delete_if_empty()  # the scripts have created it
     skipped = pending.pending.result is not None and pending.pending.result.skipped  # on all ranks: nothing was described
     if validate_access_integrity and not skipped:  # a collective: all ranks reach it, or none
-        internals.compare_common_state(compared[0])
+        internals.compare_common_state(sendable(compared[0]))
     if not asynchronous:
         if turn is None:
             pending.conclude()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -35,6 +36,21 @@ def readable(common: Any) -> Any:
     if not isinstance(common, dict) or not isinstance(common.get("args"), argparse.Namespace):
         return common
     return {**common, "args": argparse.Namespace(**dict(_plain_arguments(vars(common["args"]))))}
+
+
+def sendable(value: Any) -> Any:
+    """Return a value as it can be sent to another rank: what cannot be pickled, such as a lambda, is the name of its type."""
+    try:
+        pickle.dumps(value)
+    except Exception:  # by a class of the program
+        if isinstance(value, argparse.Namespace):
+            return argparse.Namespace(**sendable(vars(value)))
+        if isinstance(value, dict):
+            return {key: sendable(each) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [sendable(each) for each in value]
+        return type(value).__qualname__
+    return value
 
 
 def _plain_arguments(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

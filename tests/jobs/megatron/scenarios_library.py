@@ -305,3 +305,16 @@ def a_rank_that_does_not_call_is_named_after_the_time_limit(folder: Path) -> Non
         assert RUNTIME.exchange().timeout_s == 1800.0
     dist.barrier()
     megatron_unickpt.save(folder / "ck", job.chunks, job.optimizer, timeout_s=60)
+
+
+@scenario(1, 2)
+def values_that_cannot_be_pickled_end_no_save(folder: Path) -> None:
+    """Megatron compares the common state of the ranks: rank 0 sends a pickle of it, for which the others wait."""
+    job = Job(Layout(dp=dist.get_world_size()))
+    extra = {"note": [1, {"f": lambda: 1}], "arguments": argparse.Namespace(rule=lambda: 1, width=3)}
+    for asynchronous in (False, True):
+        where = folder / f"{asynchronous}"
+        pending = megatron_unickpt.save(where, job.chunks, job.optimizer, iteration=1, extra=extra, asynchronous=asynchronous)
+        if pending is not None:
+            pending.conclude()
+        assert megatron_unickpt.load(where, job.chunks, job.optimizer)["extra"]["arguments"].width == 3
