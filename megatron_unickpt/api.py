@@ -279,11 +279,21 @@ def _load(
         elif scheduler is not None:
             logger.warning("unickpt: %s has no state of a scheduler. The scheduler keeps its own.", directory)
     if _RNG in loaded:
-        rng.restore(loaded[_RNG]["generators"])
+        _note_lacking(rng.restore(loaded[_RNG]["generators"]))
         tracker_module.get_cuda_rng_tracker().set_states(loaded[_RNG]["trackers"])
     elif RUNTIME.last_report is not None:
         RUNTIME.last_report.add("rng", "object", "left out", "the checkpoint has none: this job's own keep their state")
     return {"iteration": loaded.get("iteration", 0), "extra": loaded.get("extra", {})}
+
+
+def _note_lacking(generators: Sequence[str]) -> None:
+    """Report generators of a checkpoint that this process does not have, such as another bit generator of NumPy."""
+    if generators and RUNTIME.last_report is not None:
+        RUNTIME.last_report.add("rng", "object", "left out", f"this process has no {', '.join(generators)} generator")
+        logger.warning(
+            "unickpt: this process has no %s generator. Its own keeps its state; the other random generators are restored.",
+            ", ".join(generators),
+        )
 
 
 def _with_stored_generators(checkpoint: Checkpoint, state: dict[str, Any]) -> dict[str, Any]:

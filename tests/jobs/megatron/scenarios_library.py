@@ -6,9 +6,11 @@ import argparse
 import inspect
 import logging
 import os
+import unittest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -318,3 +320,24 @@ def values_that_cannot_be_pickled_end_no_save(folder: Path) -> None:
         if pending is not None:
             pending.conclude()
         assert megatron_unickpt.load(where, job.chunks, job.optimizer)["extra"]["arguments"].width == 3
+
+
+@scenario(1)
+def another_bit_generator_of_numpy_is_reported(folder: Path) -> None:
+    job = Job(Layout())
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(3))
+        megatron_unickpt.save(folder / "ck", job.chunks, job.optimizer, iteration=np.int64(3))
+        drawn = np.random.rand(3).tolist()
+        megatron_unickpt.load(folder / "ck", job.chunks, job.optimizer)
+        assert np.random.rand(3).tolist() == drawn
+        assert all(entry.name != "rng" for entry in RUNTIME.last_report.entries)
+    finally:
+        np.random.set_bit_generator(before)
+    assert Checkpoint.open(folder / "ck").manifest.step == 3
+    with unittest.TestCase().assertLogs("unickpt", "WARNING") as logs:
+        megatron_unickpt.load(folder / "ck", job.chunks, job.optimizer)
+    assert any("no NumPy PCG64 generator. Its own keeps its state" in line for line in logs.output)
+    told = [(entry.outcome, entry.reason) for entry in RUNTIME.last_report.entries if entry.name == "rng"]
+    assert told == [("left out", "this process has no NumPy PCG64 generator")]
