@@ -17,6 +17,7 @@ from megatron_unickpt.held_state.hyperparameters import OptimizerPart
 from megatron_unickpt.held_state.kept_description import KnownDescription, ReadState
 from megatron_unickpt.held_state.sharded_tensors import MASTER, WEIGHT, FoundItem, LaterTensors, Piece, StateTensor
 from unickpt import __version__
+from unickpt.base.errors import UnsupportedLayoutError
 from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import Writer
@@ -68,6 +69,7 @@ def contribution(
     """
     leaves = sharded_tensors.walk(state, later=False)
     found, parts = list(sharded_tensors.sharded_among(leaves)), _parts_among(leaves)
+    _refuse_partly_frozen(parts)
     later = [leaf for leaf in leaves if isinstance(leaf, LaterTensors)]
     if len(later) != len(parts):  # the caller has made another state dict of it
         found, later = list(sharded_tensors.sharded(state)), []
@@ -95,6 +97,26 @@ def contribution(
         optimizer_part=None if first else record,
         objects={COMMON: readable(common), "grad_scaler": scalers[0] if scalers else None} if first else {},
     )
+
+
+def _refuse_partly_frozen(parts: Sequence[OptimizerPart]) -> None:
+    """Raise if a tensor is made of trained and of frozen layers: its master and moments would have holes.
+
+    Raises:
+        UnsupportedLayoutError: names a tensor, and how each layer gets its own.
+    """
+    leaves = [leaf for part in parts for leaf in part.leaves]
+    trained = {id(each) for leaf in leaves for each in (*leaf.elsewhere, *(held.parameter for held in leaf.held))}
+    items = [item for part in parts for item in part.model.values()]
+    keys = {item.key for item in items if id(item.data) in trained}
+    for item in items:
+        frozen = isinstance(item.data, torch.nn.Parameter) and not item.data.requires_grad
+        if frozen and id(item.data) not in trained and item.key in keys:
+            raise UnsupportedLayoutError(
+                f"{item.key}: it has the weights of several layers, of which some are frozen and others are trained. Give each "
+                'layer its own tensors: pass metadata={"non_homogeneous_layers": True} to saves and loads, or set '
+                "hetereogenous_dist_checkpoint in the TransformerConfig"
+            )
 
 
 def _described(

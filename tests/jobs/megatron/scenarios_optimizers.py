@@ -18,6 +18,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 import megatron_unickpt
+from megatron_unickpt.framework.errors import MegatronSaveError
 from megatron_unickpt.framework.remainders import divided
 from megatron_unickpt.testing.cpu import FusedAdam
 from megatron_unickpt.testing.jobs import Job
@@ -240,3 +241,25 @@ def sgd_gets_no_count_of_steps_by_a_load(folder: Path) -> None:
         record = Checkpoint.open(folder / f"{kind} again").manifest.optimizer
         assert record is not None
         assert (record.stepped, record.scalars) == (True, ())
+
+
+@scenario(1)
+def layers_of_which_some_are_frozen_are_saved_with_names_of_their_own(folder: Path) -> None:
+    def frozen(name: str) -> bool:
+        return "layers.0." in name
+
+    apart = {"non_homogeneous_layers": True}
+    for kind in ("dist", "plain"):
+        source = Job(Layout(optimizer=kind), frozen=frozen)
+        source.train(1)
+        with pytest.raises(MegatronSaveError, match=r"decoder\.layers\..*some are frozen.*non_homogeneous_layers"):
+            megatron_unickpt.save(folder / f"{kind} refused", source.chunks, source.optimizer)
+        megatron_unickpt.save(folder / kind, source.chunks, source.optimizer, metadata=apart)
+        again = Job(Layout(optimizer=kind), seed=7, frozen=frozen)
+        megatron_unickpt.load(folder / kind, again.chunks, again.optimizer, metadata=apart)
+        again.step = 1
+        assert again.train(1) == source.train(1)
+    whole = Job(Layout())
+    whole.train(1)
+    megatron_unickpt.save(folder / "whole", whole.chunks, whole.optimizer)
+    megatron_unickpt.load(folder / "whole", again.chunks, again.optimizer)  # a load of all layers needs no names of their own
