@@ -69,7 +69,6 @@ def contribution(
     """
     leaves = sharded_tensors.walk(state, later=False)
     found, parts = list(sharded_tensors.sharded_among(leaves)), _parts_among(leaves)
-    _refuse_partly_frozen(parts)
     later = [leaf for leaf in leaves if isinstance(leaf, LaterTensors)]
     if len(later) != len(parts):  # the caller has made another state dict of it
         found, later = list(sharded_tensors.sharded(state)), []
@@ -130,6 +129,7 @@ def _described(
         held = description(read.changing, share=share, steady=True)
         tensors = list(dict.fromkeys([*earlier[1], *held.tensors]) if held.tensors else earlier[1])
         return held.shards(), tensors, earlier[0], None
+    _refuse_partly_frozen(parts)
     states = [FoundItem(item, item.data) for each in later for item in each.values()]
     everything = [*found, *states]
     held = description(everything, share=share, steady=steady)

@@ -23,7 +23,7 @@ _PLAIN = (bool, int, float, str, enum.Enum, torch.dtype, type(None))
 def step_of(common: Any, directory: str = "") -> int:
     """Return the iteration in the common state, else that in the name of the directory or of a folder above it, else 0."""
     found = common.get("iteration") if isinstance(common, dict) else None
-    return int(found) if isinstance(found, Integral) and found >= 0 else step_named(directory)
+    return int(found) if isinstance(found, Integral) and int(found) >= 0 else step_named(directory)
 
 
 def digests_of(common: Any) -> dict[str, str]:

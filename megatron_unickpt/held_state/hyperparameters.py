@@ -158,10 +158,12 @@ def _source(record: OptimizerRecord, group: Mapping[str, Any], names: Collection
         group: group of this rank's optimizer.
         names: of its parameters on this rank.
     """
-    among = [each for each in record.groups if not each.parameters or not set(names).isdisjoint(each.parameters)]
-    same = [each for each in record.groups if _identity(each.hyperparameters) == _identity(group)]
-    if not any(each.parameters for each in among):
+    own = _identity(group)
+    same = [each for each in record.groups if _identity(each.hyperparameters) == own]
+    named = [each for each in record.groups if not set(names).isdisjoint(each.parameters)]
+    if not named:
         return next(iter(same), None)
+    among = named + [each for each in same if not each.parameters]
     return max(among, key=lambda each: (each in same, _alike(each, group), len(each.parameters)))
 
 
