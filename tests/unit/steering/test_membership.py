@@ -432,12 +432,17 @@ def test_a_process_that_took_no_part_in_the_round_takes_over_last() -> None:
     assert successors(run(state, Joined("h2", "2", "h2:1"), now_s=15)) == ["h1", "h3", "h2"]
 
 
-def test_an_agent_that_led_a_job_of_its_own_logs_no_orders_of_the_past(caplog: pytest.LogCaptureFixture) -> None:
-    """The agent at the endpoint returns, and leads for a moment before it finds the job."""
+@pytest.mark.parametrize("told", [False, True])
+def test_an_agent_that_led_a_job_of_its_own_logs_no_orders_of_the_past(caplog: pytest.LogCaptureFixture, told: bool) -> None:
+    """The agent at the endpoint returns, and leads for a moment before it finds the job, or the leader of the job finds it."""
     copy, joined = LocalCopy("1"), Joined("h1", "1", "h1:1")
     job = run(started(3, 1, 3), *(Ordered(str(number), f"order {number}", (1,)) for number in range(3)))
     copy.lead(Membership(Limits(1, 3), "h1 (1)"), joined)
-    copy.follow("h2:1")
+    if told:
+        copy.step_down(7, "h2:1")
+        assert copy.state is None
+    else:
+        copy.follow("h2:1")
     copy.adopt(replace(job, term=7), "h2:1")
     assert not [record for record in caplog.records if "order" in record.getMessage()]
     copy.adopt(replace(run(job, Ordered("new", "order new", (1,))), term=7), "h2:1")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from unickpt.base.logs import logger, printable
 from unickpt.steering.agent.local_copy import LocalCopy
 from unickpt.steering.links import link_check
 from unickpt.steering.policy.reports import report_from_json
 from unickpt.steering.state import orders
-from unickpt.steering.state.membership import PERSON, Event, Joined, Left, Lost, Membership, Ordered
+from unickpt.steering.state.membership import PERSON, Event, Joined, Left, Lost, Ordered
 from unickpt.steering.wire.codec import SteeringError, state_as_json
 from unickpt.steering.wire.probing import Probe, Proof
 
@@ -168,15 +166,5 @@ class Answers:
 
     def _moved(self, term: int, address: str) -> dict[str, Any]:
         """A leader of a later term exists: follow it."""
-        copy = self._copy
-        with copy.changed:
-            if copy.leads and copy.state is not None and term > copy.state.term:
-                logger.info("unickpt: steering: the leader is at %s", printable(address))
-                copy.leads, copy.leader_address, copy.promised = False, address, term
-                copy.state = _rejoining(copy.state)
-                copy.changed.notify_all()
+        self._copy.step_down(term, address)
         return {}
-
-
-def _rejoining(state: Membership) -> Membership | None:
-    return None if state.round is None else replace(state, closed="")

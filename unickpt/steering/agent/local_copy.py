@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 from unickpt.base.logs import logger, printable
 from unickpt.steering.policy.decisions import Decisions
@@ -176,6 +177,17 @@ class LocalCopy:
             if self.leads:
                 self._logged = -1  # another job than that which this agent has led for a moment: its orders are old
             self.leads, self.leader_address = False, address
+
+    def step_down(self, term: int, address: str) -> None:
+        """Follow the leader of a later term, if this agent leads. A job that has not begun here is forgotten."""
+        with self.changed:
+            if not self.leads or self.state is None or term <= self.state.term:
+                return
+            logger.info("unickpt: steering: the leader is at %s", printable(address))
+            self.follow(address)
+            self.promised = term
+            self.state = None if self.state.round is None else replace(self.state, closed="")
+            self.changed.notify_all()
 
     def lead(self, state: Membership, joined: Joined) -> None:
         """Become the leader of a job in this state."""
