@@ -93,8 +93,9 @@ def save(
         if vocabulary is not None:
             state[VOCABULARY] = vocabulary
         described = {**(metadata or {}), **METADATA}
-        tier = None if memory is None else RUNTIME.memory(memory, RUNTIME.saver().options)
-        turn = tier.turn(split(absolute(str(directory)))[0], RUNTIME.exchange()) if tier is not None and tier.enabled else None
+        save_dir = split(absolute(str(directory)))[0]
+        tier = None if memory is None else RUNTIME.memory(memory, RUNTIME.saver().options, save_dir)
+        turn = tier.turn(save_dir, RUNTIME.exchange()) if tier is not None and tier.enabled else None
         saved = partial(
             saving.save, RUNTIME, state, directory, content_metadata=described, asynchronous=asynchronous,
             validate_access_integrity=not alone,  # a collective of all ranks
@@ -190,7 +191,7 @@ def resume_or_start(
         shutdown.finish_all(ending=False)
         exchange, where = RUNTIME.exchange(), str(folder)
         exchange.begin("choose")
-        tier = RUNTIME.memory(memory or MemoryOptions(), RUNTIME.saver().options)
+        tier = RUNTIME.memory(memory or MemoryOptions(), RUNTIME.saver().options, where)
         in_memory = MemoryResume(tier, where, exchange)
         candidates = Candidates(where, newest=True)
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # imported when they are used: hooks are also installed in jo
     from unickpt.checkpoint.load.checkpoint import Checkpoint
     from unickpt.checkpoint.load.report import LoadReport
     from unickpt.checkpoint.memory.tier import MemoryTier, MemoryTurn
+    from unickpt.checkpoint.memory.tiers import MemoryTiers
     from unickpt.checkpoint.save.requests import SaveOptions, SaveResult
     from unickpt.checkpoint.save.saver import Saver
     from unickpt.training.witness.settings import Settings
@@ -140,7 +141,7 @@ class Runtime:
         self._exchanges: dict[str, tuple[Any, MessageExchange]] = {}
         self._group: Any = None
         self._saver: Saver | None = None
-        self._memory: MemoryTier | None = None
+        self._memory: MemoryTiers | None = None
         self._said: set[str] = set()
         self._owners: Owners | None = None
         self._owned: Any = None  # owner of each first parameter
@@ -257,20 +258,20 @@ class Runtime:
             self._saver = Saver(options)
         return self._saver
 
-    def memory(self, options: MemoryOptions, save_options: SaveOptions) -> MemoryTier:
-        """Return the memory tier of this job. Other options make a new one.
+    def memory(self, options: MemoryOptions, save_options: SaveOptions, save_dir: str = "") -> MemoryTier:
+        """Return the memory tier of this job with these options.
 
         Args:
             options: options of the tier.
             save_options: options of saves to disk.
+            save_dir: the directory that the tier is for; '' if it has no other options anywhere.
         """
-        from unickpt.checkpoint.memory.tier import MemoryTier
+        from unickpt.checkpoint.memory.tiers import MemoryTiers
         from unickpt.diagnosis import session
 
         self.exchange()
-        if self._memory is None or self._memory.options != options:
-            self._memory = MemoryTier(options, save_options, session.memory_status)
-        return self._memory
+        self._memory = self._memory or MemoryTiers(session.memory_status)
+        return self._memory.of(options, save_options, save_dir)
 
     def saved_to_disk(self, folder: str, seconds: float) -> None:
         """Note that a checkpoint is on disk, so that the end of the job does not write an older one from memory.

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from unickpt.checkpoint.coordination.owners import Owner, Owners
     from unickpt.checkpoint.format.witnessed import Passed
     from unickpt.checkpoint.memory.tier import MemoryTier
+    from unickpt.checkpoint.memory.tiers import MemoryTiers
     from unickpt.checkpoint.save.requests import SaveOptions
     from unickpt.checkpoint.save.saver import Saver
     from unickpt.checkpoint.witness_faults import FaultFolders
@@ -39,7 +40,7 @@ class Runtime:
         self._known: WeakKeyDictionary[Any, KnownTraining] = WeakKeyDictionary()
         self._recorded: WeakKeyDictionary[Any, ref[Recorded]] = WeakKeyDictionary()
         self._folders: WeakKeyDictionary[Any, FaultFolders] = WeakKeyDictionary()
-        self._memory: MemoryTier | None = None
+        self._memory: MemoryTiers | None = None
 
     def saver(self, options: SaveOptions, purpose: str = "training") -> Saver:
         """Return the saver of all saves of a purpose with these options. One thread at a time makes those of a purpose."""
@@ -49,16 +50,15 @@ class Runtime:
             self._savers[purpose, options] = Saver(options)
         return self._savers[purpose, options]
 
-    def memory(self, options: MemoryOptions | None, save_options: SaveOptions) -> MemoryTier | None:
-        """Return the memory tier of this job; None if its options do not ask for one. Other options make a new one."""
-        from unickpt.checkpoint.memory.tier import MemoryTier
+    def memory(self, options: MemoryOptions | None, save_options: SaveOptions, save_dir: str) -> MemoryTier | None:
+        """Return the memory tier of a save directory; None if the options do not ask for one."""
+        from unickpt.checkpoint.memory.tiers import MemoryTiers
         from unickpt.diagnosis import session
 
         if options is None or not options.to_disk_every:
             return None
-        if self._memory is None or self._memory.options != options:
-            self._memory = MemoryTier(options, save_options, session.memory_status)
-        return self._memory
+        self._memory = self._memory or MemoryTiers(session.memory_status)
+        return self._memory.of(options, save_options, save_dir)
 
     def saved_to_disk(self, folder: str, seconds: float) -> None:
         """Note that a checkpoint is on disk, and how long ago its save began."""

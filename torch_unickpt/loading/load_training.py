@@ -198,7 +198,7 @@ def _resumed(
     end_with_launcher()
     shutdown.finish_all(ending=False)
     exchange, ranks = exchange_of(group, timeout_s=timeout_s), Group.of(group)
-    tier = RUNTIME.memory(job.memory, SaveOptions())
+    tier = RUNTIME.memory(job.memory, SaveOptions(), folder)
     in_memory = None if tier is None else MemoryResume(tier, folder, exchange)
     offers = candidates.offer if in_memory is None else in_memory.offers(candidates.offer, lambda: -1).next
 

@@ -134,7 +134,7 @@ def save_training(
         contribute, save_dir, tag, save_latest=save_latest, one_writer=save_latest, must_match={"step": step},
         framework_stands_in=False, failed=failed, claim=RUNTIME.owners.claim(owner), on_end=partial(_ended, save_dir),
     )  # fmt: skip
-    tier = RUNTIME.memory(memory, options)
+    tier = RUNTIME.memory(memory, options, save_dir)
     if tier is not None:
         in_memory = tier.save(request, exchange)
         if in_memory is not None and in_memory.agreed:

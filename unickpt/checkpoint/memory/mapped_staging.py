@@ -175,7 +175,7 @@ class MappedSlots:
     """
 
     def __init__(self, folder: HostFolder, rank: int, budget_bytes: int | None) -> None:
-        self._folder, self._rank, self._budget = folder, rank, budget_bytes
+        self._folder, self._rank, self.budget_bytes = folder, rank, budget_bytes
         self._files: list[MappedFile] = []  # of kept generations, and at most one that is free
         self._current: MappedFile | None = None
 
@@ -189,10 +189,10 @@ class MappedSlots:
         Raises:
             MemoryBudgetError: the state is larger than the budget.
         """
-        if self._budget is not None and size_bytes > self._budget:
+        if self.budget_bytes is not None and size_bytes > self.budget_bytes:
             raise MemoryBudgetError(
-                f"rank {self._rank}: {size_bytes:,} bytes of state do not fit into the {self._budget:,} bytes of memory that "
-                "the option memory.gigabytes leaves for one generation of this rank"
+                f"rank {self._rank}: {size_bytes:,} bytes of state do not fit into the {self.budget_bytes:,} bytes of memory "
+                "that the option memory.gigabytes leaves for one generation of this rank"
             )
         return MappedBuffer(self, size_bytes)
 

@@ -91,8 +91,7 @@ class MemorySaver(Saver):
     ) -> None:
         self.hosts, self._memory, self._of_job, self._note = hosts, options, exchange, note
         self.status = MemoryStatus()
-        budget = None if math.isinf(options.gigabytes) else int(options.gigabytes * 1e9)
-        self._share = None if budget is None else budget // (len(hosts.ranks[hosts.here]) * options.generations * self._copies)
+        self._share = self._budget()
         self._slots = MappedSlots(hosts.folder, hosts.rank, self._share)
         self._request: SaveRequest | None = None
         self._keep: list[int] = []
@@ -112,6 +111,18 @@ class MemorySaver(Saver):
             ),
             pool=self._slots, opener=self._storage,
         )  # fmt: skip
+
+    def adopt(self, options: MemoryOptions) -> None:
+        """Continue with other options of the tier. Nothing is pending."""
+        self._memory = options
+        self._slots.budget_bytes = self._share = self._budget()
+
+    def _budget(self) -> int | None:
+        """Return the bytes that one generation of this rank may have; None for no limit."""
+        if math.isinf(self._memory.gigabytes):
+            return None
+        here = len(self.hosts.ranks[self.hosts.here])
+        return int(self._memory.gigabytes * 1e9) // (here * self._memory.generations * self._copies)
 
     @property
     def _copies(self) -> int:

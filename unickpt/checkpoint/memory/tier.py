@@ -201,6 +201,20 @@ class MemoryTier:
             known.saver = MemorySaver(self._save_options, self.options, hosts, exchange, self._note)
         return known
 
+    def take_over(self, other: MemoryTier, save_dir: str) -> None:
+        """Continue the tier of a save directory that had other options. Waits for its pending saves."""
+        known = other._folders.pop(absolute(save_dir), None)
+        if known is None:
+            return
+        if known.saver is not None:
+            known.saver.wait()
+        if other.options.folder == self.options.folder:
+            self._folders[absolute(save_dir)] = known
+            if known.saver is not None:
+                known.saver.adopt(self.options)
+        elif known.saver is not None:
+            known.saver.on_disk(time.monotonic())  # or will be: its generations are older than those of the new folder
+
     def saved_to_disk(self, save_dir: str, seconds: float) -> None:
         """Note that a checkpoint is on disk, and how long ago its save began."""
         known = self._folders.get(absolute(save_dir))
