@@ -325,19 +325,25 @@ def values_that_cannot_be_pickled_end_no_save(folder: Path) -> None:
 @scenario(1)
 def another_bit_generator_of_numpy_is_reported(folder: Path) -> None:
     job = Job(Layout())
-    before = np.random.get_bit_generator()
+    iteration: Any = np.int64(3)
+    before = np.random.mtrand.get_bit_generator()
+    use = np.random.mtrand.set_bit_generator
     try:
-        np.random.set_bit_generator(np.random.PCG64(3))
-        megatron_unickpt.save(folder / "ck", job.chunks, job.optimizer, iteration=np.int64(3))
+        use(np.random.PCG64(3))
+        megatron_unickpt.save(folder / "ck", job.chunks, job.optimizer, iteration=iteration)
         drawn = np.random.rand(3).tolist()
         megatron_unickpt.load(folder / "ck", job.chunks, job.optimizer)
         assert np.random.rand(3).tolist() == drawn
-        assert all(entry.name != "rng" for entry in RUNTIME.last_report.entries)
+        report = RUNTIME.last_report
+        assert report is not None
+        assert all(entry.name != "rng" for entry in report.entries)
     finally:
-        np.random.set_bit_generator(before)
+        use(before)
     assert Checkpoint.open(folder / "ck").manifest.step == 3
     with unittest.TestCase().assertLogs("unickpt", "WARNING") as logs:
         megatron_unickpt.load(folder / "ck", job.chunks, job.optimizer)
     assert any("no NumPy PCG64 generator. Its own keeps its state" in line for line in logs.output)
-    told = [(entry.outcome, entry.reason) for entry in RUNTIME.last_report.entries if entry.name == "rng"]
+    report = RUNTIME.last_report
+    assert report is not None
+    told = [(entry.outcome, entry.reason) for entry in report.entries if entry.name == "rng"]
     assert told == [("left out", "this process has no NumPy PCG64 generator")]
