@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from operator import index
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ def save_training(
     """
     make_visible()
     options = options or SaveOptions()
-    step, samples = index(step), None if samples is None else index(samples)  # counters of NumPy have another type
+    step, samples = _counter(step), None if samples is None else _counter(samples)
     exchange, ranks = exchange_of(group, timeout_s=timeout_s), Group.of(group)
     objects = JobObjects(schedulers_of(scheduler), loader, stateful or {})
     failed: BaseException | None = None
@@ -145,6 +145,12 @@ def save_training(
     if pending.result is None or not (pending.result.complete or pending.result.skipped):
         raise SaveFailedError(f"{pending.directory}: {pending.cause()}. Earlier checkpoints are intact.")
     return pending.result
+
+
+def _counter(value: Any) -> int:
+    """Return a counter of the program as Python's integer: those of NumPy have another type. Others are refused later."""
+    counter: int = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+    return counter
 
 
 def _tell(own_entries: Sequence[str]) -> None:

@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 import megatron_unickpt
 from megatron_unickpt.framework import marks
 from megatron_unickpt.edge import RUNTIME
+from megatron_unickpt.framework.errors import MegatronSaveError
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
 from megatron_unickpt.testing.truth import consolidated
@@ -347,3 +348,14 @@ def another_bit_generator_of_numpy_is_reported(folder: Path) -> None:
     assert report is not None
     told = [(entry.outcome, entry.reason) for entry in report.entries if entry.name == "rng"]
     assert told == [("left out", "this process has no NumPy PCG64 generator")]
+
+
+@scenario(1)
+def an_iteration_that_no_load_accepts_is_refused_by_the_save(folder: Path) -> None:
+    job = Job(Layout())
+    for iteration in (2**62, 2**80):
+        with pytest.raises(MegatronSaveError, match=rf"step {iteration}: expected an integer from 0 to 2\*\*62 - 1"):
+            megatron_unickpt.save(folder / "refused", job.chunks, job.optimizer, iteration=iteration)
+        assert not (folder / "refused").exists()
+    megatron_unickpt.save(folder / "last", job.chunks, job.optimizer, iteration=2**62 - 1)
+    assert megatron_unickpt.load(folder / "last", job.chunks, job.optimizer)["iteration"] == 2**62 - 1

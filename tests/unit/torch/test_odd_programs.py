@@ -100,3 +100,13 @@ def test_counters_may_be_integers_of_numpy(tmp_path: Path) -> None:
     assert (start.step, start.samples) == (4, 8)
     orders = [list(unickpt.GlobalOrderSampler(5, rank=0, ranks=1, per_device=1, epochs=1, seed=each)) for each in (3, seed)]
     assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("step", [2**62, 2**80, -1, True, 3.0])
+def test_a_step_that_no_load_accepts_is_refused_by_the_save(step: Any, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(unickpt.SaveFailedError, match=r"rank 0: step .* expected an integer from 0 to 2\*\*62 - 1"):
+        unickpt.save_training(model, None, tmp_path / "refused", step=step)
+    assert not (tmp_path / "refused").exists()
+    unickpt.save_training(model, None, tmp_path / "last", step=2**62 - 1)
+    assert unickpt.load_training(model, None, tmp_path / "last").step == 2**62 - 1

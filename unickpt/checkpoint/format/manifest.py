@@ -24,6 +24,7 @@ from unickpt.checkpoint.format.witnessed import Passed, passed_of
 FORMAT_NAME = "unickpt"
 FORMAT_VERSION, OLDEST_VERSION = 3, 2  # written; the oldest that is read
 MAX_MANIFEST_BYTES = 256 << 20  # the manifest of 100,000 ranks has 30 MB
+COUNT_END = 2**62  # counts, such as the step, are below
 
 JSONValue = Any  # a value encoded by ``unickpt.checkpoint.format.objects``
 
@@ -293,7 +294,7 @@ class _ManifestParser:
 
     def _count(self, body: Any, key: str) -> int:
         value: int = self._get(body, key, int)
-        if not 0 <= value < 2**62:
+        if not 0 <= value < COUNT_END:
             raise FormatError(f"{self._where}: member {key!r} is {value}, expected 0 to 2**62 - 1")
         return value
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from unickpt.base.errors import UnsupportedLayoutError
 from unickpt.base.logs import logger
 from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.boxes import Box, cut, split_flat_range
@@ -18,7 +19,7 @@ from unickpt.checkpoint.format.dtype_names import itemsize_bytes
 from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.layout import SHARED_PREFIX, SHARED_TENSORS_PREFIX
-from unickpt.checkpoint.format.manifest import OptimizerRecord, Writer
+from unickpt.checkpoint.format.manifest import COUNT_END, OptimizerRecord, Writer
 from unickpt.checkpoint.format.witnessed import Passed
 
 if TYPE_CHECKING:  # it has shards
@@ -164,7 +165,14 @@ def in_file_order(shards: Iterable[Shard]) -> list[Shard]:
 
 
 def prepare(contribution: Contribution, rank: int) -> Prepared:
-    """Encode the objects and sort all shards into file order."""
+    """Encode the objects and sort all shards into file order.
+
+    Raises:
+        UnsupportedLayoutError: no load accepts a checkpoint of this step.
+    """
+    step: object = contribution.step  # of the program
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < COUNT_END:
+        raise UnsupportedLayoutError(f"step {step!r}: expected an integer from 0 to 2**62 - 1")
     job = objects.encode(contribution.objects, prefix=objects.JOB_PREFIX)
     _warn_of_opaque(job, "")
     shards = list(contribution.shards)
