@@ -31,6 +31,7 @@ from unickpt.checkpoint.state.optimizer_record import (
     is_number,
     not_stored,
     number_of,
+    with_value,
 )
 from unickpt.checkpoint.state.saved_optimizer import SavedOptimizer
 
@@ -205,7 +206,7 @@ def _scalars_of(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, 
         if isinstance(value, torch.Tensor):
             if value.numel() == 1 and _is_scalar(key, value, parameter):
                 found[key] = value
-        elif value is not None:
+        else:
             found[key] = value
     return found
 
@@ -310,14 +311,16 @@ class RestoredOptimizers:
     def _plan(self, each: Stepped) -> StatesOfPart:
         first = self._first(each)
         held = frozenset(key for key in self.saved.usable if self._info(each, key) is not None)
-        described_here = StatesOfParameter(each.name, self._stored(each.name) in self.saved.trained, held)
+        stored = self._stored(each.name)
+        none = self.saved.none.get(stored, frozenset())
+        described_here = StatesOfParameter(each.name, stored in self.saved.trained, held, none)
         if not (each.parameter.requires_grad or held):  # the optimizer holds it, and makes no state for it
             return StatesOfPart(first=first, nothing=True)
         if self.saved.record is None or not (self.saved.related or self.saved.usable):
             return begin_anew([described_here], first)
         if isinstance(each.optimizer, torch.optim.LBFGS) and not_stored(self._sources.get(self._stored(each.name), ())):
             return begin_anew([described_here], first)  # of an earlier release, without lists: the others alone end its step
-        scalars = set(self._scalars(each))
+        scalars = {key for key, value in self._scalars(each).items() if value is not None}
         if not self.saved.related:
             wanted = frozenset() if first is None else frozenset(first.tensors)
             described_here = StatesOfParameter(each.name, described_here.trained, held & wanted)
@@ -404,6 +407,7 @@ class RestoredOptimizers:
         for key, values in self._settings(each, self.report).items():
             if key in NOT_HYPERPARAMETERS:
                 continue
+            values = with_value(values) or [None]
             value = max(values, key=number_of) if is_number(values[0]) else values[0]
             each.group[key] = formed(each.group.get(key), value)
             self.report.add(f"param_groups[{each.number}].{key}", "hyperparameter", "restored")

@@ -22,11 +22,13 @@ class StatesOfParameter:
         name: name in this job.
         trained: the saving job trained it.
         held: keys of its elementwise states that this job uses.
+        none: keys of its states that were None.
     """
 
     name: str
     trained: bool
     held: frozenset[str]
+    none: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class StatesOfPart:
 
     Attributes:
         given: elementwise states that the checkpoint has of one of its parameters.
-        scalars: scalars that the checkpoint has.
+        scalars: scalars that the checkpoint has, and states that it has as None.
         first: first values of all states; None if unknown.
         fresh: elementwise states that the checkpoint has of none of its parameters.
         fresh_scalars: scalars that the checkpoint lacks.
@@ -73,27 +75,31 @@ def plan(
 ) -> StatesOfPart:
     """Return what a load does with the states of a partition.
 
+    A state that was None is not lacking. In a partition of several parameters it is None only if no other parameter has a
+    tensor or a number there. The elements of a parameter with None then have the first value of the state.
+
     Args:
         parameters: the parameters of the partition.
-        scalars: keys of the scalars that the checkpoint has of them.
+        scalars: keys of the scalars that the checkpoint has of them, without those that are None.
         first: what this job's optimizer creates in its first step; None if unknown.
         owned: the checkpoint has states that belong to the partition (``ds_unickpt.held_state.owned_states``).
     """
     given = frozenset(key for parameter in parameters for key in parameter.held)
-    if not given and not scalars and not owned:
+    none = frozenset(key for parameter in parameters for key in parameter.none) - given - frozenset(scalars)
+    if not given and not scalars and not none and not owned:
         return StatesOfPart(first=first, lacking={p.name: (ALL,) for p in parameters if not p.trained}, nothing=True)
     needed = given if first is None else frozenset(first.tensors)
     needed_scalars = frozenset() if first is None else frozenset(first.scalars)
     lacking = {}
     for parameter in parameters:
-        absent = needed - parameter.held
+        absent = needed - parameter.held - parameter.none
         if absent and (parameter.held or not parameter.trained):  # else it had no state when it was saved
             lacking[parameter.name] = tuple(sorted(absent))
-    fresh_scalars = needed_scalars - frozenset(scalars)
+    fresh_scalars = needed_scalars - frozenset(scalars) - none
     for parameter in parameters if fresh_scalars else ():
         lacking[parameter.name] = (*lacking.get(parameter.name, ()), *sorted(fresh_scalars))
     kept = sum(bool(parameter.held) for parameter in parameters)
-    return StatesOfPart(given, frozenset(scalars), first, needed - given, fresh_scalars, lacking, kept=kept)
+    return StatesOfPart(given, frozenset(scalars) | none, first, needed - given - none, fresh_scalars, lacking, kept=kept)
 
 
 def begin_anew(parameters: Sequence[StatesOfParameter], first: FirstStates | None) -> StatesOfPart:

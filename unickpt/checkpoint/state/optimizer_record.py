@@ -126,3 +126,8 @@ def is_number(value: Any) -> bool:
 def number_of(value: Any) -> Any:
     """Return the number in a tensor of one element; another value as it is."""
     return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def with_value(values: Iterable[Any]) -> list[Any]:
+    """Return the values that are not None."""
+    return [value for value in values if value is not None]

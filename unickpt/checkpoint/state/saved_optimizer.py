@@ -49,6 +49,15 @@ class SavedOptimizer:
         groups = () if self.record is None else self.record.groups
         return frozenset(name for group in groups for name in group.parameters)
 
+    @cached_property
+    def none(self) -> Mapping[str, frozenset[str]]:
+        """Keys of the states that were None, by the name of a parameter. Empty if they are those of an unrelated optimizer."""
+        found: dict[str, frozenset[str]] = {}
+        for source in () if self.record is None or not self.related else self.record.scalars:
+            keys = frozenset(key for key, value in source.hyperparameters.items() if value is None)
+            found |= {name: found.get(name, frozenset()) | keys for name in source.parameters if keys}
+        return found
+
     def groups_of(self, listed: Collection[str]) -> list[ParameterGroup]:
         """Return the groups that have some of these parameters; none if the settings are those of an unrelated optimizer."""
         if self.record is None or not self.related:
