@@ -36,6 +36,7 @@ def classify(partitions: Sequence[Partition], base: torch.optim.Optimizer | None
     A key is elementwise if its values have the shape of their parameter. For a one-element parameter the shape does not
     decide, because ``step`` may have the same shape. The other parameters decide then. If there are none, ``step`` is a
     scalar and all other keys are elementwise. A key with a value of another kind, or of different kinds, belongs to its owner.
+    None is a value of no kind: the record has it with the scalars of its partition.
     """
     votes: dict[str, set[str]] = {}
     for partition in partitions if base is not None else ():
@@ -93,7 +94,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _scalars(part: Partition, base: torch.optim.Optimizer, kinds: ElementStates) -> dict[str, Any]:
     held = states_of(base, part)
-    found = {key: held[key] for key in sorted(kinds.scalars) if held.get(key) is not None}
+    found = {key: held[key] for key in sorted(key for key in held if key in kinds.scalars or held[key] is None)}
     if part.stepped_by is not None and isinstance(found.get(STEP), torch.Tensor):
         found[STEP] = int(found[STEP])  # as the engine's own optimizer keeps it
     return found

@@ -156,13 +156,16 @@ class OwnedStates:
         self._flat = checkpoint.manifest.writer.topology.get("optimizer_wrapper") in _FLAT
         self._stored = {key for key in checkpoint.shared_names() if key.startswith(STATES)}
 
-    def read(self, part: Partition, optimizer: torch.optim.Optimizer, *, others: bool, fresh: bool) -> dict[str, Any] | None:
+    def read(
+        self, part: Partition, optimizer: torch.optim.Optimizer, *, others: bool, none: frozenset[str], fresh: bool
+    ) -> dict[str, Any] | None:
         """Return the states and the padding of a partition, for ``restore``; empty if the checkpoint has none for it.
 
         Args:
             part: the partition.
             optimizer: the optimizer that steps on it.
             others: the checkpoint has other states of the partition. If not, it had none when it was saved.
+            none: keys of its states that were None.
             fresh: return None if the checkpoint lacks states that the optimizer needs.
 
         Raises:
@@ -172,7 +175,7 @@ class OwnedStates:
         key = _key(_owner(part, self.name, self.division))
         if f"{STATES}{key}" not in self._stored:
             self._refuse_others(part)
-            lacking = self._lacking(part, optimizer) if others else frozenset()
+            lacking = self._lacking(part, optimizer) - none if others else frozenset()
             if lacking and not fresh:
                 self._refuse(part, optimizer, lacking)
             return None if lacking else {}

@@ -32,7 +32,7 @@ from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
 from unickpt.checkpoint.state.first_step import STEP, FirstStates, first_states, forget_powers, known
 from unickpt.checkpoint.state.missing_states import ALL, StatesOfParameter, StatesOfPart, begin_anew, described, plan
-from unickpt.checkpoint.state.optimizer_record import LEFT_OUT, copied, formed, is_number, not_stored, number_of
+from unickpt.checkpoint.state.optimizer_record import LEFT_OUT, copied, formed, is_number, not_stored, number_of, with_value
 from unickpt.checkpoint.state.saved_optimizer import SavedOptimizer
 
 IN_A_MEAN = "used in the mean of the tensor-parallel ranks' values"
@@ -99,14 +99,16 @@ class RestoredOptimizer:
         if self.saved.record is None or not (self.saved.related or self.saved.usable):
             return begin_anew(parameters, first), {}
         sources = self.saved.scalars_of(self._stored_names(part))
-        scalars = {key for each in sources for key in self.saved.scalars(each, part.group, part.master.device)}
+        values = [self.saved.scalars(each, part.group, part.master.device) for each in sources]
+        scalars = {key for each in values for key, value in each.items() if value is not None}
         if not self.saved.related:
             wanted = frozenset() if first is None else frozenset(first.tensors)
             parameters = [StatesOfParameter(p.name, p.trained, p.held & wanted) for p in parameters]
             used = any(p.held for p in parameters)
             return plan(parameters, scalars & {STEP} if used else (), first), {}  # of other scalars the meaning differs
-        others = bool(scalars) or any(parameter.held for parameter in parameters)
-        found = owned.read(part, self._stepping(part), others=others, fresh=self.fresh)
+        none = frozenset(key for parameter in parameters for key in parameter.none)
+        others = bool(scalars or none) or any(parameter.held for parameter in parameters)
+        found = owned.read(part, self._stepping(part), others=others, none=none, fresh=self.fresh)
         if found is None:
             return begin_anew(parameters, first), {}
         return plan(parameters, scalars, first, owned=bool(found)), found
@@ -114,7 +116,8 @@ class RestoredOptimizer:
     def _of_parameter(self, parameter: torch.nn.Parameter) -> StatesOfParameter:
         name = self.names.name(parameter)
         held = frozenset(state for state in self.saved.usable if self.reads.source(name, state) is not None)
-        return StatesOfParameter(name, self._stored_name(parameter) in self.saved.trained, held)
+        stored = self._stored_name(parameter)
+        return StatesOfParameter(name, stored in self.saved.trained, held, self.saved.none.get(stored, frozenset()))
 
     def _first(self, part: Partition) -> FirstStates | None:
         """Return the states that this job's optimizer creates in its first step, with the settings after the load."""
@@ -184,7 +187,7 @@ class RestoredOptimizer:
         for key, value in states_of(self._stepping(part), part).items():
             if isinstance(value, torch.Tensor) and (key in tensors or value.numel() > 1):
                 value.fill_(states.begin(key))
-            else:
+            elif value is not None:
                 first = 0 if states.first is None else number_of(states.first.scalars.get(key, 0))
                 self._state(part)[key] = formed(value, first)
 
@@ -366,6 +369,10 @@ class RestoredOptimizer:
         typed = self.saved.same and part.stepped_by is None and all(source.tensors is not None for source in sources)
         for key, values in found.items():
             held = self._state(part)
+            if not with_value(values):
+                if key not in states.tensors:
+                    self._set(held, key, values, label=label, state=key)
+                continue
             if key == STEP and not all(source.tensors is not None for source in sources):
                 guess = self._step_of_group(label, part, values)
                 if guess and key not in held:
@@ -384,7 +391,7 @@ class RestoredOptimizer:
             self._set(part.group, STEP, values, label=label, state=STEP)
             return True
         if not type(self.base).__module__.startswith(("torch.optim", "deepspeed.")):  # it may create it in its first step
-            part.group[STEP] = max(map(number_of, values))
+            part.group[STEP] = max(map(number_of, with_value(values)))
             text = "the checkpoint does not record whether it belongs to the group or the state: set in both"
             self.report.add(f"{label} (group)", STEP, "cast", text)
         return False
@@ -397,11 +404,16 @@ class RestoredOptimizer:
         return torch.zeros((), dtype=torch.float32, device=part.master.device if on_device else "cpu")
 
     def _set(self, holder: Any, key: str, found: Sequence[Any], *, label: str, state: str) -> None:
-        """Set one value with this job's type of it, or with the stored type if this job has none."""
-        distinct = sorted({number_of(value) for value in found}) if len(found) > 1 and is_number(found[0]) else []
-        value = max(found, key=number_of) if len(distinct) > 1 else found[0]
+        """Set one value with this job's type of it, or with the stored type if this job has none.
+
+        The values of several parameters may differ: the largest number counts, and any value more than None.
+        """
+        values = with_value(found) or [None]
+        distinct = sorted({number_of(value) for value in values}) if len(found) > 1 and is_number(values[0]) else []
+        value = max(values, key=number_of) if len(distinct) > 1 else values[0]
         holder[key] = formed(holder.get(key), value)
-        if len(distinct) > 1:
-            self.report.add(label, state, "cast", f"parameters of this partition had {some(distinct)}; the largest is used")
+        if len(distinct) > 1 or (distinct and len(values) < len(found)):
+            had = some([*distinct, *[None] * (len(values) < len(found))])
+            self.report.add(label, state, "cast", f"parameters of this partition had {had}; the largest is used")
         else:
             self.report.add(label, state, "restored")

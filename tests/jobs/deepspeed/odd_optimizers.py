@@ -60,6 +60,35 @@ class BlockwiseMomentum(_OfBlocks):
         p.sub_(lr * momentum.flatten()[: p.numel()].view_as(p))
 
 
+class Averaging(torch.optim.Optimizer):
+    """SGD that follows the mean of the gradients of some tensors, and counts their steps. Both states of the others are None.
+
+    A group has ``averages``: "all", "none", or "matrices".
+    """
+
+    def __init__(self, params: Any, averages: str = "all") -> None:
+        super().__init__(params, {"lr": 1e-2, "averages": averages})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002 - torch's signature
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, self.state[p], group)
+
+    def _update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            averages = group["averages"] == "all" or (group["averages"] == "matrices" and p.dim() > 1)
+            state["momentum"] = torch.zeros_like(p)
+            state["mean"], state["seen"] = (torch.zeros_like(p), 0) if averages else (None, None)
+        state["momentum"].mul_(0.9).add_(p.grad)
+        if state["seen"] is not None:
+            state["seen"] += 1
+        if state["mean"] is not None:
+            state["mean"].lerp_(p.grad, 0.1)
+        p.sub_(group["lr"] * (state["momentum"] if state["mean"] is None else state["momentum"] + state["mean"]))
+
+
 def _blocks(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.flatten()
     return torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_unickpt.framework import internals
 from tests.jobs.deepspeed.jobs import build, train
 from tests.jobs.deepspeed.model import Model
+from tests.jobs.deepspeed.odd_optimizers import Averaging, equal_states, raw_states
 from tests.jobs.deepspeed.resumes import ADAM, assert_resumes, assert_trains_on, assert_weights_equal, here
 from tests.jobs.deepspeed.scenario_worker import scenario
 from tests.jobs.deepspeed.truth import consolidated, differences, optimizer_of
@@ -147,6 +150,76 @@ def two_groups_with_different_hyperparameters(folder: Path) -> None:
         assert [g["weight_decay"] for g in optimizer_of(target).param_groups] == [0.1, 0.0]
         assert_weights_equal(source, target)
         assert_trains_on(target, train(source, 2), place)
+
+
+def _averaging(stage: int, seed: int, averages: str) -> Any:
+    """Build an engine. ``averages``: of ``Averaging``, or "first" for the first of two groups only."""
+
+    def make(params: Any) -> Any:
+        if averages != "first":
+            return Averaging(params, averages)
+        kinds = {"all": [p for p in params if p.dim() > 1], "none": [p for p in params if p.dim() < 2]}
+        return Averaging([{"params": listed, "averages": kind} for kind, listed in kinds.items()])
+
+    return _client_optimizer(make, stage, seed)
+
+
+def _nones(engine: Any) -> list[tuple[bool, bool]]:
+    """Return of the state of each tensor that the optimizer steps on whether ``mean`` and ``seen`` are None."""
+    return [(each["mean"] is None, each["seen"] is None) for each in raw_states(engine)]
+
+
+@scenario(1, 2)
+def states_that_are_none_stay_none(folder: Path) -> None:
+    """Those of all tensors, or of some. The engine that loads has other states from a step of its own, or none."""
+    for averages, pairs in (("none", ((0, 0), (1, 3), (3, 0))), ("first", ((0, 0), (1, 1), (0, 2), (2, 3)))):
+        for a, b in pairs:
+            place = folder / f"{averages}{a}{b}"
+            source, target = _averaging(a, 1, averages), _averaging(b, 2, averages)
+            train(source, 3)
+            assert source.save_checkpoint(str(place))
+            before = raw_states(source)
+            for dirty in (False, True):
+                if dirty:
+                    train(target, 1)
+                target.load_checkpoint(str(place))
+                entries = target.checkpoint_engine.last_report.entries
+                assert {e.outcome for e in entries if e.state in ("momentum", "mean", "seen")} == {"restored"}, entries
+                nones = {(True, True)} if averages == "none" else {(True, True), (False, False)}
+                assert set(_nones(target)) == nones, (averages, a, b)
+                if a == b:
+                    assert equal_states(raw_states(target), before), (averages, a, b)
+            found, expected = train(target, 2), train(source, 2)
+            assert found == (expected if a == b else pytest.approx(expected, rel=1e-4))
+            other = folder.parent / f"{folder.name.removesuffix('-w2')}-w1" / place.name
+            if dist.get_world_size() == 2 and (other / "latest").exists():
+                source.load_checkpoint(str(other))
+                assert set(_nones(source)) == nones
+                train(source, 1)
+
+
+@scenario(2)
+def states_of_which_some_are_none_share_a_partition(folder: Path) -> None:
+    """Where ZeRO has one state for several parameters, the elements of a parameter with None begin at 0."""
+    source, target = _averaging(0, 1, "matrices"), _averaging(1, 2, "none")
+    train(source, 3)
+    assert source.save_checkpoint(str(folder))
+    own = optimizer_of(source).state
+    assert {each["seen"] for each in own.values()} == {3, None}
+    train(target, 1)
+    target.load_checkpoint(str(folder))
+    found = consolidated(target, ("momentum", "mean"))
+    for name, p in source.module.named_parameters():
+        if p.requires_grad:
+            mean = own[p]["mean"]
+            assert torch.equal(found[f"mean/{name}"], torch.zeros_like(p) if mean is None else mean), name
+            assert torch.equal(found[f"momentum/{name}"], own[p]["momentum"]), name
+    assert {each["seen"] for each in raw_states(target)} == {3}
+    entries = target.checkpoint_engine.last_report.entries
+    assert any("had 3, None; the largest is used" in each.reason for each in entries if each.state == "seen")
+    began = {each.name for each in entries if each.state == "mean" and each.outcome == "re-seeded"}
+    assert began == {name for name, p in source.module.named_parameters() if p.requires_grad and p.dim() < 2}
+    train(target, 2)
 
 
 @scenario(2)

@@ -33,6 +33,18 @@ def test_a_parameter_that_had_no_state_lacks_none_but_a_part_of_the_states_is_a_
     assert (found.kept, found.tensors, found.fresh) == (2, ["exp_avg", "exp_avg_sq"], frozenset())
 
 
+def test_a_state_that_was_none_is_not_lacking() -> None:
+    none = frozenset(("exp_avg", "step"))
+    one = StatesOfParameter("a", trained=True, held=frozenset(("exp_avg_sq",)), none=none)
+    found = plan([one], (), ADAM)
+    assert (found.scalars, found.lacking) == (none, {})
+    assert (found.tensors, found.fresh_scalars, found.nothing) == (["exp_avg_sq"], frozenset(), False)
+    found = plan([one, _parameter("b", "exp_avg", "exp_avg_sq")], ("step",), ADAM)
+    assert (found.scalars, found.lacking, found.tensors) == (frozenset(("step",)), {}, ["exp_avg", "exp_avg_sq"])
+    found = plan([StatesOfParameter("a", trained=True, held=frozenset(), none=none)], (), None)
+    assert (found.scalars, found.nothing) == (none, False), "it had no other state"
+
+
 def test_states_and_scalars_of_another_class_are_fresh() -> None:
     nadam = FirstStates(ADAM.tensors, {"step": torch.zeros(()), "mu_product": torch.ones(())})
     found = plan([_parameter("a", "exp_avg", "exp_avg_sq")], ("step",), nadam)
