@@ -39,7 +39,7 @@ class HeldRange:
         lo, hi: range of the flattened ``parameter``, half-open.
         main: tensor that the optimizer steps on, of ``hi - lo`` elements.
         states: elementwise optimizer states, each of ``hi - lo`` elements.
-        scalars: per-parameter states that are one number.
+        scalars: per-parameter states that are one number, or None.
         others: states of another shape than the parameter, such as the factors of SOAP and the row norms of NorMuon.
         group: parameter group of the inner optimizer.
         instance: None if every data parallel rank holds the same range. Otherwise the ranks hold different ranges, and this
@@ -186,7 +186,7 @@ def stepped(leaves: Sequence[Leaf]) -> bool | None:
     One that counts no steps has stepped if it has state.
     """
     held = [each for leaf in leaves for each in leaf.held]
-    counted = [each.scalars["step"] for each in held if "step" in each.scalars]
+    counted = [each.scalars["step"] for each in held if each.scalars.get("step") is not None]
     counted += [group["step"] for leaf in leaves for group in leaf.inner.param_groups if "step" in group]
     if counted:
         return any(float(step) > 0 for step in counted)
@@ -366,7 +366,7 @@ def _states_of(
         if master_alone and key != _MASTER:
             continue
         if not isinstance(value, torch.Tensor):
-            if isinstance(value, (int, float, bool)):
+            if isinstance(value, (int, float, bool)) or (value is None and key in state):
                 scalars[key] = value
         elif key != "step" and value.shape == shape:
             if not value.is_contiguous() and key in state:  # of SOAP: boxes of a state are views of it
@@ -437,6 +437,16 @@ def steps_per_parameter(leaf: Leaf) -> bool:
 def name_of(leaf: Leaf) -> str:
     """Return the name of the optimizer that steps, for the manifest."""
     return type(cpu_offload.inner_optimizers(leaf.inner)[0]).__name__
+
+
+def set_none(leaf: Leaf, held: HeldRange, keys: Collection[str]) -> None:
+    """Set states of a parameter to None."""
+    for stepped in held.group["params"] if keys else ():
+        copy = leaf.copies.get(id(stepped))
+        if copy is None and (stepped is held.main or stepped is held.parameter):
+            leaf.inner.state[stepped].update(dict.fromkeys(keys))
+        elif copy is not None and copy.stepped is held.main:
+            copy.optimizer.state[copy.stepped].update(dict.fromkeys(keys))
 
 
 def set_step(leaf: Leaf, held: HeldRange, step: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from megatron_unickpt.framework import optimizer_internals as internals
 from megatron_unickpt.framework.optimizer_internals import HeldRange, Leaf
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, merge_groups
-from unickpt.checkpoint.state.optimizer_record import decoded, encoded
+from unickpt.checkpoint.state.optimizer_record import decoded, encoded, family_of
 from unickpt.transform.convert.megatron import keys
 
 
@@ -106,30 +106,41 @@ def _number(value: Any) -> Any:
 def restore_hyperparameters(part: OptimizerPart, leaf: Leaf) -> None:
     """Set groups and steps of an optimizer from ``part.record``. Without one the groups keep their values.
 
-    A step that the checkpoint lacks is that of a new optimizer, also if this one has stepped.
+    A step that the checkpoint lacks is that of a new optimizer, also if this one has stepped. A state is None if it was for all
+    global tensors of its parameter.
     """
     record = part.record or OptimizerRecord("", (), ())
     steps = {name: entry.hyperparameters for entry in record.scalars for name in entry.parameters}
     latest = max((float(s["step"]) for s in steps.values() if isinstance(s.get("step"), (int, float))), default=None)
     grouped = {name for group in record.groups for name in group.parameters}
+    related = family_of(record.name) == family_of(internals.name_of(leaf))
     members: dict[int, list[str]] = {}
     for held in leaf.held:
         members.setdefault(id(held.group), []).extend(part.named.names[id(held.parameter)])
-        found = next((steps[n] for n in part.named.names[id(held.parameter)] if n in steps), None)
-        step = latest if found is None or "step" not in found else float(found["step"])
+        found = [steps[n] for n in part.named.names[id(held.parameter)] if n in steps]
+        counted = [each["step"] for each in found[:1] if each.get("step") is not None]
+        step = float(counted[0]) if counted else latest
         if part.began.intersection(part.named.names[id(held.parameter)]):
             step = 0.0
-        if internals.steps_per_parameter(leaf):
+        none = _none_of(found) - held.states.keys() - held.others.keys() if related else frozenset()
+        if internals.steps_per_parameter(leaf) and "step" not in none:
             internals.set_step(leaf, held, step or 0.0)
+        internals.set_none(leaf, held, none)
     for group in leaf.inner.param_groups:
         names = members.get(id(group), [])
         source = _source(record, group, names)
         if source is not None:
             _set_group(group, source)
         if not internals.steps_per_parameter(leaf):
-            named = [steps[n]["step"] for n in names if n in steps and "step" in steps[n]]
+            named = [steps[n]["step"] for n in names if n in steps and steps[n].get("step") is not None]
             counts = grouped.isdisjoint(names)  # Muon, for one, has no step
             _set_step(group, float(named[0]) if named else latest if counts else None)
+
+
+def _none_of(states: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Return the keys that all of these states have as None."""
+    keys = [frozenset(key for key, value in each.items() if value is None) for each in states]
+    return frozenset.intersection(*keys) if keys else frozenset()
 
 
 def _set_group(group: dict[str, Any], source: ParameterGroup) -> None:

@@ -157,6 +157,79 @@ class _Experts(torch.nn.Module):
         """Do nothing: the tensors are filled in place."""
 
 
+class _Layers(torch.nn.Module):
+    """Four weights that all ranks have."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        parts = torch.rand(4, 6, 8, generator=torch.Generator().manual_seed(seed))
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(part.clone()) for part in parts)
+
+    def sharded_state_dict(self, **_: Any) -> dict[str, Any]:
+        keys, rank = (f"decoder.layers.{at}.weight" for at in range(4)), dist.get_rank()
+        return {
+            key: ShardedTensor.from_rank_offsets(key, weight, replica_id=(0, 0, rank))
+            for key, weight in zip(keys, self.weights, strict=True)
+        }
+
+    def load_state_dict(self, *_: Any, **__: Any) -> Any:
+        """Do nothing: the tensors are filled in place."""
+
+
+class _Averaging(torch.optim.Optimizer):
+    """SGD with momentum that follows the mean of the gradients of some parameters. Other means are None, and so is ``note``."""
+
+    def __init__(self, params: Any, averaged: int) -> None:
+        super().__init__(params, {"lr": 1e-2})
+        self.averaged = averaged
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002 - torch's signature
+        for at, p in enumerate(self.param_groups[0]["params"]):
+            state = self.state[p]
+            if not state:
+                mean = torch.zeros_like(p) if at < self.averaged else None
+                state |= {"momentum": torch.zeros_like(p), "mean": mean, "note": None}
+            state["momentum"].mul_(0.9).add_(p.grad)
+            if state["mean"] is not None:
+                state["mean"].lerp_(p.grad, 0.1)
+            p.sub_(self.param_groups[0]["lr"] * state["momentum"])
+
+    @staticmethod
+    def tensors_alone(optimizer: Any, _: Any = None) -> None:
+        """Make the tensors that a load fills, as Megatron's functions do."""
+        for at, p in enumerate(optimizer.param_groups[0]["params"]):
+            made = ("momentum", "mean") if at < optimizer.averaged else ("momentum",)
+            optimizer.state[p] = {key: torch.zeros_like(p) for key in made} | dict(optimizer.state[p])
+
+
+@scenario(2)
+def states_that_are_none_stay_none(folder: Path) -> None:
+    for averaged in (0, 2):
+        jobs = []
+        for seed in range(2):
+            layers = _Layers(seed)
+            inner = _Averaging(list(layers.parameters()), averaged)
+            wrapped = FP32Optimizer(inner, OptimizerConfig(optimizer="sgd", lr=1e-2), _Averaging.tensors_alone)
+            jobs.append((layers, wrapped))
+        (source, trained), (target, optimizer) = jobs
+        for weight in source.weights:
+            weight.grad = torch.ones_like(weight) * weight.detach()
+        trained.optimizer.step()
+        place = folder / f"{averaged}"
+        megatron_unickpt.save(place, source, trained)
+        megatron_unickpt.load(place, target, optimizer)
+        for at, (a, b) in enumerate(zip(source.weights, target.weights, strict=True)):
+            expected, found = trained.optimizer.state[a], optimizer.optimizer.state[b]
+            assert expected.keys() == found.keys(), (averaged, at, sorted(found))
+            assert torch.equal(expected["momentum"], found["momentum"])
+            assert found["note"] is None
+            assert (found["mean"] is None) == (expected["mean"] is None) == (at >= averaged)
+            assert at >= averaged or torch.equal(expected["mean"], found["mean"])
+            b.grad = torch.ones_like(b)
+        optimizer.optimizer.step()
+
+
 @scenario(2)
 def experts_in_one_parameter_load_the_state_of_single_ones(folder: Path) -> None:
     for grouped in (True, False):
