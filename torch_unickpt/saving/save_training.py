@@ -149,7 +149,7 @@ def save_training(
 
 def _counter(value: Any) -> int:
     """Return a counter of the program as Python's integer: those of NumPy have another type. Others are refused later."""
-    counter: int = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+    counter: int = int(value) if isinstance(value, Integral) and value is not True else value
     return counter
 
 
