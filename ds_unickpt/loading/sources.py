@@ -12,10 +12,9 @@ from unickpt.base.errors import CorruptCheckpointError, FormatError, NotACheckpo
 from unickpt.base.logs import logger
 from unickpt.checkpoint.checkpoint_folder import complete_checkpoints, latest_tag, plain_tag, read_manifest
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
-from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.load.candidates import Candidates, warn_of_suspicion, why_suspect
 from unickpt.checkpoint.load.resume import Offer
-from unickpt.checkpoint.load.validation import is_checkpoint
+from unickpt.checkpoint.load.validation import files_of_deepspeed, is_checkpoint, newer_of_deepspeed
 from unickpt.checkpoint.memory.finding import FoundGeneration
 from unickpt.checkpoint.memory.offers import MemoryResume
 from unickpt.checkpoint.memory.tier import MemoryTier, choose
@@ -202,14 +201,13 @@ def unnamed(folder: Storage) -> list[str]:
                 read_manifest(inside)
             except FormatError:
                 found.append(f"{inside.where()} has a damaged manifest")
-        elif any(file.endswith("_states.pt") for file in inside.names()):
+        elif files_of_deepspeed(inside):
             found.append(f"DeepSpeed wrote {inside.where()}, and no 'latest' file names it")
     return found
 
 
 def _is_native(directory: Storage) -> bool:
     """Whether DeepSpeed itself made the last save under this tag."""
-    native = [directory.modified_ns(name) for name in directory.names() if name.endswith(".pt")]
-    if not native or not is_checkpoint(directory.where()):
-        return bool(native)
-    return max(native) > directory.modified_ns(MANIFEST_FILE)
+    if is_checkpoint(directory.where()):
+        return bool(newer_of_deepspeed(directory))
+    return bool(files_of_deepspeed(directory))

@@ -21,7 +21,7 @@ from unickpt.checkpoint.storage.base import Storage
 from unickpt.checkpoint.storage.open import open_storage
 from unickpt.cli import inspect_rounded, summary
 from unickpt.cli.exit_codes import DAMAGED, SOUND
-from unickpt.cli.locate import locate
+from unickpt.cli.locate import locate, warn_of_newer
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.parsers.inspect import SHOWN_PARAMETERS
 from unickpt.cli.rendering import render, render_settings
@@ -55,6 +55,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         if args.json:
             out.json(_document(directory, tags, None, None))
         return SOUND
+    warn_of_newer(location.checkpoint)
     return _show_view(args, out, _View.read(open_storage(location.checkpoint)), pattern, tags=tags)
 
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from unickpt.base.errors import NotACheckpointError
 from unickpt.checkpoint.checkpoint_folder import iteration_name, latest_tag, tracked_iteration
+from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.load.folders import TRAINER_STATE, is_unfinished, list_tags, trainer_folders
-from unickpt.checkpoint.load.validation import is_checkpoint
+from unickpt.checkpoint.load.validation import is_checkpoint, newer_of_deepspeed
 from unickpt.checkpoint.storage.base import Storage, is_url
 from unickpt.checkpoint.storage.open import open_storage
+from unickpt.cli.output import one_line
 
 _SHOWN = 8  # names in a message
 _NUMBER = re.compile(r"\d+")
@@ -77,7 +80,19 @@ def locate_checkpoint(directory: str) -> str:
         raise NotACheckpointError(
             f"{directory}: no file names the latest checkpoint; name one of the checkpoints there: {names}"
         )
+    warn_of_newer(location.checkpoint)
     return location.checkpoint
+
+
+def warn_of_newer(checkpoint: str) -> None:
+    """Tell that DeepSpeed itself has saved into the folder of a checkpoint, which the command goes on to read."""
+    newer = newer_of_deepspeed(open_storage(checkpoint))
+    if newer:
+        text = (
+            f"{checkpoint}: DeepSpeed has saved here since: {newer} is newer than {MANIFEST_FILE}. This command reads the "
+            f"older checkpoint of unickpt. 'unickpt convert {shlex.quote(checkpoint)} DIR' reads the one of DeepSpeed"
+        )
+        print(f"unickpt: {one_line(text, sys.stderr)}", file=sys.stderr)
 
 
 def foreign_beside(directory: str) -> dict[str, str]:

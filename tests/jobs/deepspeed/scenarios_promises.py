@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import threading
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from unickpt.checkpoint.coordination import host_peers
 from unickpt.checkpoint.fence import FENCE_FILE
 from unickpt.checkpoint.load import shared_gather
 from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.cli.main import main
 
 ADAM = ("exp_avg", "exp_avg_sq")
 
@@ -303,9 +306,19 @@ def a_native_checkpoint_is_loaded_natively_and_saved_universally_from_then_on(fo
     assert other.load_checkpoint(str(folder))[0].endswith("global_step3/manifest.json")
     assert engine.load_checkpoint(str(folder), tag="global_step2")[0].endswith(".pt")
     engine.save_checkpoint(str(folder), tag="global_step2")
+    if dist.get_rank() == 0:
+        torch.save({"mine": 1}, folder / "global_step2" / "mine.pt")  # the program adds a file of its own
+    dist.barrier()
     assert engine.load_checkpoint(str(folder), tag="global_step2")[0].endswith("manifest.json")
+    train(stock, 1)
     stock.save_checkpoint(str(folder), tag="global_step2")
     assert engine.load_checkpoint(str(folder), tag="global_step2")[0].endswith(".pt"), "the older of two formats was loaded"
+    if dist.get_rank() == 0:
+        with redirect_stdout(io.StringIO()) as told:
+            assert main(["convert", str(folder / "global_step2"), str(folder / "converted")]) == 0
+        assert "left out: the older checkpoint of unickpt" in told.getvalue()
+        assert Checkpoint.open(folder / "converted").manifest.step == stock.global_steps
+    dist.barrier()
 
 
 @scenario(2)

@@ -38,6 +38,24 @@ def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
         return True
 
 
+def files_of_deepspeed(place: Storage) -> list[str]:
+    """Return the names of the files with which DeepSpeed's own format describes a model or an optimizer."""
+    return [name for name in place.names() if name.endswith(("model_states.pt", "optim_states.pt"))]
+
+
+def newer_of_deepspeed(place: Storage) -> str:
+    """Return a file of DeepSpeed that is newer than the manifest: DeepSpeed has saved over a unickpt checkpoint. '' for none.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    files = files_of_deepspeed(place)
+    if not files or place.size_bytes(MANIFEST_FILE) is None:
+        return ""
+    newest = max(files, key=place.modified_ns)
+    return newest if place.modified_ns(newest) > place.modified_ns(MANIFEST_FILE) else ""
+
+
 def check_files(storage: Storage, manifest: Manifest) -> None:
     """Compare presence and size of every file with the manifest. Reads no file.
 

@@ -18,6 +18,8 @@ from unickpt.checkpoint.checkpoint_folder import TRACKER, iteration_name
 from unickpt.checkpoint.format.file_names import LATEST_FILE
 from unickpt.checkpoint.format.layout import DATA_FOLDER, ROWS_FOLDER
 from unickpt.checkpoint.format.manifest import FORMAT_NAME, MANIFEST_FILE
+from unickpt.checkpoint.load.validation import newer_of_deepspeed
+from unickpt.checkpoint.storage.open import open_storage
 from unickpt.transform.convert.deepspeed.files import UNIVERSAL_LATEST, is_deepspeed
 from unickpt.transform.convert.deepspeed.reader import deepspeed
 from unickpt.transform.convert.deepspeed.universal_reader import deepspeed_universal, is_universal
@@ -108,6 +110,7 @@ def open_source(folder: Path, files: OpenFiles, *, also: Sequence[str] = ()) -> 
         )
     source = kind.open(place, files, also=also)
     more = [f"the transformers model in {place}"] if kind is not TRANSFORMERS and TRANSFORMERS in kinds else []
+    more = [f"the older checkpoint of unickpt in {place}"] if _ours(place) else more
     if kind is TRANSFORMERS and inside:
         more.append(f"{_some(inside)} in {place}: separate checkpoints; pass one of them to convert it")
     source.left_out = [*source.left_out, *more]
@@ -127,9 +130,9 @@ def kind_of(folder: Path) -> str:
 
 
 def _refuse_ours(folder: Path) -> None:
-    """Raise NotACheckpointError if a folder is a unickpt checkpoint, or a part of one."""
+    """Raise NotACheckpointError if a folder is a unickpt checkpoint, or a part of one, and DeepSpeed has not saved over it."""
     ours = _ours(folder)
-    if ours:
+    if ours and not newer_of_deepspeed(open_storage(folder)):
         raise NotACheckpointError(f"{folder}: {ours}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,12 @@ def test_parts_of_a_checkpoint_of_unickpt_are_no_model(ours: Path, refused: Any)
     assert "index.safetensors is a part of a unickpt checkpoint" in refused(ours)
 
 
-def test_a_deepspeed_file_in_a_unickpt_checkpoint_does_not_change_the_detected_format(ours: Path, refused: Any) -> None:
-    (ours / "mp_rank_00_model_states.pt").write_bytes(b"not a pickle")
+def test_of_deepspeed_and_unickpt_in_one_folder_the_one_that_saved_last_is_read(ours: Path, refused: Any) -> None:
+    """As a job loads it."""
+    of_deepspeed = ours / "mp_rank_00_model_states.pt"
+    of_deepspeed.write_bytes(b"not a pickle")
+    assert "mp_rank_00_model_states.pt" in refused(ours)
+    os.utime(of_deepspeed, (0, 0))
     assert "is already a unickpt checkpoint" in refused(ours)
 
 
