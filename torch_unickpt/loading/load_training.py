@@ -31,7 +31,7 @@ from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.replayed import layout_of, replays
 from unickpt.checkpoint.load.report import LoadReport
 from unickpt.checkpoint.load.resume import Offer, Together, resume
-from unickpt.checkpoint.memory.offers import MemoryResume
+from unickpt.checkpoint.memory.offers import MemoryResume, warn_of_unseen
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.save.requests import SaveOptions
 from unickpt.checkpoint.state.filling import state_for
@@ -200,6 +200,8 @@ def _resumed(
     exchange, ranks = exchange_of(group, timeout_s=timeout_s), Group.of(group)
     tier = RUNTIME.memory(job.memory, SaveOptions(), folder)
     in_memory = None if tier is None else MemoryResume(tier, folder, exchange)
+    if tier is None and job.resumes and exchange.rank == 0:
+        warn_of_unseen(MemoryOptions().folder, (folder,))
     offers = candidates.offer if in_memory is None else in_memory.offers(candidates.offer, lambda: -1).next
 
     def attempt(offer: Offer, skipped: tuple[str, ...]) -> StartingPoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch_unickpt
 import unickpt
 from torch_unickpt import MemoryOptions
 from torch_unickpt.edge import RUNTIME
+from unickpt.checkpoint.memory.host_folder import HostFolder, read_token
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.save.requests import PendingSave
 
@@ -84,6 +86,20 @@ def test_the_options_of_a_folder_may_change(tmp_path: Path, shared: Path, elsewh
     shutdown.finish_all(ending=True)
     assert steps(folder)[-1] == "step6"
     assert (folder / "latest").read_text() == "step6"
+
+
+def test_a_start_without_the_options_for_memory_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job, folder = Job(1), tmp_path / "run"
+    job.save(folder, 1, MemoryOptions(to_disk_every=10))
+    try:
+        shutdown.finish_all(ending=True)
+        job.loads_from(folder, MemoryOptions(to_disk_every=10))
+        assert "does not look there" not in caplog.text
+        other = Job(9)
+        assert torch_unickpt.resume_or_start(other.model, other.optimizer, str(folder)).step == 1
+        assert f"there are checkpoints of {folder} in the memory of this host" in caplog.text
+    finally:
+        shutil.rmtree(HostFolder(MemoryOptions().folder, read_token(str(folder))).root)
 
 
 def test_options_without_memory_are_none(tmp_path: Path) -> None:

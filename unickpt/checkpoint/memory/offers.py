@@ -51,7 +51,7 @@ class MemoryOffers:
         return disk.step if disk.directory else self._native_step()
 
 
-def _warn_of_unseen(parent: str, folders: Sequence[str]) -> None:
+def warn_of_unseen(parent: str, folders: Sequence[str]) -> None:
     """Warn of checkpoints in the memory of this host that a job without a memory tier does not look at."""
     for folder in folders:
         with contextlib.suppress(UnickptError, OSError):
@@ -83,7 +83,7 @@ class MemoryResume:
         self.tier, self.folder, self.exchange, self._continues = tier, folder, exchange, continues
         self.load = tier.look(folder, exchange) if tier.enabled else MemoryLoad()
         if not tier.enabled and exchange.rank == 0:
-            _warn_of_unseen(tier.options.folder, (folder, *beside))
+            warn_of_unseen(tier.options.folder, (folder, *beside))
         if step:
             self.load.found = [found for found in self.load.found if found.step == step]
         if self.load.problems and exchange.rank == 0:
