@@ -39,6 +39,12 @@ def server() -> Iterator[tuple[int, subprocess.Popen[str]]]:
         process.wait()
 
 
+def _stop(process: subprocess.Popen[str]) -> None:
+    """Stop a process, and wait until it is: on a busy machine it may answer once more."""
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+
+
 def _workers(store: Any, rank: int) -> int:
     """Assign ranks with torch's own code, as the agent of one of two hosts. Return the number of workers."""
     spec: Any = SimpleNamespace(role="default", local_world_size=1)
@@ -51,7 +57,7 @@ def test_an_agent_is_not_held_by_a_machine_that_went_dark(rank: int, server: tup
     port, process = server
     client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
     over = time.monotonic() + 1.0
-    os.kill(process.pid, signal.SIGSTOP)
+    _stop(process)
     begin = time.monotonic()
     assert _workers(RoundStore(client, lambda: time.monotonic() > over), rank) == 1
     assert time.monotonic() - begin < 15.0
@@ -60,7 +66,7 @@ def test_an_agent_is_not_held_by_a_machine_that_went_dark(rank: int, server: tup
 def test_a_connection_to_a_machine_that_went_dark_ends(server: tuple[int, subprocess.Popen[str]]) -> None:
     """The constructor connects to a stopped process, and waits for its answer."""
     port, process = server
-    os.kill(process.pid, signal.SIGSTOP)
+    _stop(process)
     wait = timedelta(seconds=1)
     begin = time.monotonic()
     with pytest.raises(StoreLostError, match="does not answer"):
@@ -75,7 +81,7 @@ def test_no_question_follows_one_without_an_answer(
     port, process = server
     client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     store = RoundStore(client, lambda: False, limit_s=1.0)
-    os.kill(process.pid, signal.SIGSTOP)
+    _stop(process)
     for _ in range(3):
         with pytest.raises(StoreLostError):
             store.add("n", 1)

@@ -303,7 +303,7 @@ def test_after_a_crash_the_newest_generation_stays_in_memory(
         saver.closing(signalled=False)
         return saver.leave(30)
 
-    assert all(running.everywhere(end))
+    assert all(running.everywhere(end)) or not interactive  # after a crash nothing is waited for
     assert (Path(running.checkpoints) / "step2" / "manifest.json").exists() == interactive
     assert ("the newest checkpoint stays in memory: the program ended with ZeroDivisionError" in caplog.text) != interactive
 
