@@ -87,9 +87,14 @@ def guard(saver: GuardedSaver) -> None:
 
 
 def listen() -> None:
-    """Handle SIGTERM from now on, once. Python sets handlers in the main thread only: elsewhere this does nothing."""
+    """Handle SIGTERM from now on. Python sets handlers in the main thread only: elsewhere this does nothing.
+
+    Other code may have had the signal meanwhile, and have left it to the system: asyncio does, at the end of a loop.
+    """
     global _listening
-    if _listening or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if _listening and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
     with _lock:
         _listening = True
@@ -256,7 +261,7 @@ def _finish(why: str, since: float) -> None:
 
 def _listen() -> None:
     """Start the thread that handles SIGTERM, unless other code handles the signal."""
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and _wake():
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and (_woken is not None or _wake()):
         signal.signal(signal.SIGTERM, _tell_thread)
 
 

@@ -325,7 +325,7 @@ def test_ctrl_c_on_one_rank_reaches_the_others_at_once(tmp_path: Path) -> None:
 
 
 SIGTERM_JOB = """
-import logging, os, signal, sys, threading, time
+import asyncio, logging, os, signal, sys, threading, time
 from pathlib import Path
 from tests.jobs.faults.calls import watched
 from tests.support.rank_threads import alone
@@ -353,6 +353,10 @@ if what == "made in a thread":
 else:
     make()
 saver, = made
+async def usual():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, print)
+if what == "after asyncio":
+    asyncio.run(usual())  # at its end asyncio sets SIG_DFL
 def end():
     met.wait()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -371,7 +375,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("what", ["synchronous", "another", "made in a thread"])
+@pytest.mark.parametrize("what", ["synchronous", "another", "made in a thread", "after asyncio"])
 def test_after_sigterm_a_running_save_finishes_and_no_other_begins(tmp_path: Path, what: str) -> None:
     done = run_alone(SIGTERM_JOB, str(tmp_path), what, "30")
     assert done.returncode == -signal.SIGTERM, done.stderr[-2000:]
