@@ -6,6 +6,7 @@ raises errors of many classes, some without text. The text is appended here, and
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from unickpt.checkpoint.load.validation import is_checkpoint
 from unickpt.checkpoint.storage.base import is_url
 from unickpt.transform.convert import run_folder
 from unickpt.transform.convert.deepspeed.files import MODEL, OPTIMIZER, UNIVERSAL_LATEST, File, is_deepspeed, read_file
-from unickpt.transform.convert.deepspeed.universal_reader import is_universal
+from unickpt.transform.convert.deepspeed.universal_reader import FOLDER, is_universal
 from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 
 _KEY = ', with "unickpt": {"enabled": true} in the DeepSpeed JSON'
@@ -70,6 +71,13 @@ def _advice(error: Exception, engine: Any, load_dir: Path, tag: Any, *, enabled:
     folder = load_dir / name
     if not is_deepspeed(folder) or is_checkpoint(folder):
         return ""
+    lacking = _lacking(error, folder) if universal else ""
+    if lacking:
+        return (
+            f"{folder} has no states of {lacking}, which this job trains: it was frozen, or no step had used it, when the "
+            "folder was made. DeepSpeed's universal loading needs states of all parameters that a job trains. Freeze it in "
+            'this job, or load the checkpoint with unickpt and "missing_state": "fresh" in "unickpt" of the DeepSpeed JSON.'
+        )
     saved, here = _saved(folder), _layout_of(engine)
     fits = _form(here.stage) == _form(saved.stage) if universal and is_universal(folder) else here.loads(saved)
     missing = "" if is_universal(folder) else _missing(folder, saved)
@@ -154,6 +162,17 @@ def _missing(folder: Path, saved: FilesLayout) -> str:
     data, model = lost[0]
     name = f"*zero_pp_rank_{data}_mp_rank_{model:02d}_optim_states.pt"
     return f"{len(lost)} of its {len(wanted)} optimizer files are missing, such as {name}"
+
+
+def _lacking(error: Exception, folder: Path) -> str:
+    """Return the parameter whose folder an error of a universal load misses; '' if it is another error."""
+    if not isinstance(error, FileNotFoundError) or not error.filename:
+        return ""
+    path, parameters = Path(os.fsdecode(error.filename)), folder / FOLDER
+    if parameters not in path.parents or not parameters.is_dir():
+        return ""
+    name = path.relative_to(parameters).parts[0]
+    return "" if (parameters / name).exists() else name
 
 
 def _form(stage: int) -> int:

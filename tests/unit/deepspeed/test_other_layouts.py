@@ -27,7 +27,8 @@ class TwoArgumentsError(Exception):
 class Engine:
     """The properties of a DeepSpeedEngine that a layout consists of."""
 
-    def __init__(self, stage: int, world: int, bf16: bool = False) -> None:
+    def __init__(self, stage: int, world: int, bf16: bool = False, *, universal: bool = False) -> None:
+        self.universal = universal
         self.stage, self.seq_dp_world_size, self.dp_world_size, self.mp_world_size, self.bf16 = stage, world, world, 1, bf16
 
     def zero_optimization_stage(self) -> int:
@@ -40,7 +41,7 @@ class Engine:
         return False
 
     def load_universal_checkpoint(self) -> bool:
-        return False
+        return self.universal
 
 
 def stock(folder: Path, stage: int = 2, world: int = 2, optimizers: int | None = None) -> Path:
@@ -120,3 +121,13 @@ def test_a_folder_of_another_kind_gives_no_advice(tmp_path: Path) -> None:
 def test_pipelines_count_as_model_parallel_ranks() -> None:
     assert not FilesLayout(1, "fp32", 2, 1).loads(FilesLayout(1, "fp32", 2, 2))
     assert FilesLayout(2, "fp32", 2, 2).loads(FilesLayout(1, "", 2, 2))
+
+
+@pytest.mark.parametrize("name", ["layers.0.weight", "head"])
+def test_a_parameter_that_a_universal_folder_lacks_is_named(name: str, tmp_path: Path) -> None:
+    place = stock(tmp_path) / "global_step3"
+    (place / "zero" / "head").mkdir(parents=True)
+    missing = FileNotFoundError(errno.ENOENT, "No such file or directory", str(place / "zero" / name))
+    told = with_advice(missing, Engine(3, 2, universal=True), tmp_path, "global_step3", enabled=False)
+    assert (f"no states of {name}, which this job trains" in str(told)) is (name != "head")
+    assert told.filename == missing.filename  # type: ignore[attr-defined]
