@@ -88,8 +88,10 @@ def _inside(value: Any) -> Iterable[Any]:
     return found
 
 
-_PLAIN = frozenset({type(None), bool, int, float, str})
-_LEAVES = frozenset({type(None), bool, int, float, str, bytes, bytearray, torch.Tensor, np.ndarray})
+_SAME = frozenset({type(None), bool, str})  # are JSON values
+_PLAIN = _SAME | {int, float}
+_LEAVES = _PLAIN | {bytes, bytearray, torch.Tensor, np.ndarray}
+_UNSHARED = _LEAVES - frozenset(_SHAREABLE)
 
 
 def _is_record(value: Any) -> bool:
@@ -107,13 +109,17 @@ def _repeated(value: Any) -> set[int]:
     waiting: list[Iterable[Any]] = [(value,)]
     while waiting:
         for each in waiting.pop():
-            if type(each) in _LEAVES and type(each) not in _SHAREABLE:
+            kind = type(each)
+            if kind in _UNSHARED:
                 continue
             key = id(each)
             if key in seen:
                 found.add(key)
                 continue
             seen.add(key)
+            if kind is dict:
+                waiting += [tuple(each), tuple(each.values())]
+                continue
             try:
                 waiting.append(tuple(_inside(each)))
             except Exception:  # a property of the user's class
@@ -208,11 +214,17 @@ class _Encoder:
         return {"$dataclass": [*where, self._mapping(members, path, depth + 1)]}
 
     def _items(self, values: list[Any], path: str, depth: int) -> list[Any]:
-        return [self.encode(item, path=f"{path}[{at}]", depth=depth + 1) for at, item in enumerate(values)]
+        return [
+            item if type(item) in _SAME else self.encode(item, path=f"{path}[{at}]", depth=depth + 1)
+            for at, item in enumerate(values)
+        ]
 
     def _mapping(self, value: dict[Any, Any], path: str, depth: int) -> Any:
         if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: self.encode(item, path=f"{path}.{key}".lstrip("."), depth=depth + 1) for key, item in value.items()}
+            return {
+                key: item if type(item) in _SAME else self.encode(item, path=f"{path}.{key}" if path else key, depth=depth + 1)
+                for key, item in value.items()
+            }
         return {"$dict": self._items([[key, item] for key, item in value.items()], path, depth)}
 
     def _tensor(self, value: torch.Tensor, path: str, depth: int) -> Any:
