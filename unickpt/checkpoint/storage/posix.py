@@ -27,6 +27,7 @@ class PosixStorage(Storage):
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))  # stays valid after a change of the working directory
         self._text = str(self.root).rstrip("/")
+        self._unsynced: list[Path] = []  # folders with new ones in them, whose entries are not durable yet
 
     def __str__(self) -> str:
         return str(self.root)
@@ -140,7 +141,8 @@ class PosixStorage(Storage):
         """
         path = self.path(name)
         try:
-            _make_folders(path.parent)
+            self._make_folders(path.parent)
+            self._sync_folders()
             path.unlink(missing_ok=True)
             try:
                 with _new_file(path, direct=direct) as sink:
@@ -201,10 +203,13 @@ class PosixStorage(Storage):
             self.path(folder).rmdir()
 
     def try_lock(self, name: str) -> Callable[[], None] | None:
-        """As ``Storage.try_lock``."""
+        """As ``Storage.try_lock``. A folder that is made for the file becomes durable with the next file that is created.
+
+        A caller that waits for the lock, such as training, does not wait for the disk.
+        """
         path = self.path(name)
         try:
-            _make_folders(path.parent)
+            self._make_folders(path.parent)
             while True:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
                 if not _locked(descriptor):
@@ -224,6 +229,26 @@ class PosixStorage(Storage):
                 os.close(descriptor)
 
         return release
+
+    def _make_folders(self, path: Path) -> None:
+        """Create a folder and its parents. Other ranks may create the same ones. ``_sync_folders`` makes them durable."""
+        missing = []
+        while not path.exists() and path.parent != path:
+            missing.append(path)
+            path = path.parent
+        for folder in reversed(missing):
+            self._unsynced.append(folder.parent)
+            folder.mkdir(exist_ok=True)
+
+    def _sync_folders(self) -> None:
+        """Make the folders durable that ``_make_folders`` has made. Raises OSError; the next call then tries again."""
+        waiting, self._unsynced = self._unsynced, []
+        try:
+            for path in waiting:
+                _sync_directory(path)
+        except OSError:
+            self._unsynced = waiting + self._unsynced
+            raise
 
 
 def _locked(descriptor: int) -> bool:
@@ -323,17 +348,6 @@ class _DescriptorReader:
 
     def is_cached(self, offset_bytes: int, size_bytes: int, unknown: bool = True, /) -> bool:
         return direct_io.mostly_cached(self.descriptor, offset_bytes, size_bytes, unknown)
-
-
-def _make_folders(path: Path) -> None:
-    """Create a folder and its parents, each with a durable entry. Other ranks may create the same folders."""
-    missing = []
-    while not path.exists() and path.parent != path:
-        missing.append(path)
-        path = path.parent
-    for folder in reversed(missing):
-        folder.mkdir(exist_ok=True)
-        _sync_directory(folder.parent)
 
 
 def _sync_directory(path: Path) -> None:

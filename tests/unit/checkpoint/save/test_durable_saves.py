@@ -71,12 +71,24 @@ def test_a_synchronous_save_takes_no_staging_memory(tmp_path: Path) -> None:
     assert saver._pool.capacity_bytes == 0
 
 
-def test_everything_is_synced_before_a_save_returns(tmp_path: Path) -> None:
-    """Every new file, and every folder that got a new entry after that entry was made."""
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_everything_is_synced_before_a_save_is_committed(asynchronous: bool, tmp_path: Path) -> None:
+    """Every new file, and every folder that got a new entry after that entry was made. Training waits for no sync."""
     calls: list[Call] = []
+    in_training: list[Call] = []
     folder = tmp_path / "new" / "run"
-    with watched(tmp_path, calls.append, ("open", "mkdir", "fsync", "replace")):
-        assert Saver().save(request(folder, "a", large(1)), alone()).committed
+
+    def note(call: Call) -> None:
+        calls.append(call)
+        if threading.current_thread() is threading.main_thread():
+            in_training.append(call)
+
+    with watched(tmp_path, note, ("open", "mkdir", "fsync", "replace")):
+        saver = Saver(SaveOptions(asynchronous=asynchronous))
+        save = saver.save(request(folder, "a", large(1)), alone())
+        assert saver.finish(30)
+    assert save.committed
+    assert asynchronous is not any(call.name == "fsync" for call in in_training)
     synced = {call.path: call.number for call in calls if call.name == "fsync" and call.after}
     for made in ("new", "new/run", "new/run/a", "new/run/a/data"):
         entry = next(call.number for call in calls if call.path.startswith(made))
