@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from unickpt.checkpoint.load.verify import verify_checkpoint
 from unickpt.checkpoint.save.requests import SaveOptions, SaveRequest
 from unickpt.checkpoint.save.saver import Saver
 from unickpt.checkpoint.save.shards import Contribution, Shard, shards_of_flat_range
+from unickpt.testing.launch import environment
 
 WRITER = Writer("test", "1", "0", torch.__version__, "none", {"world_size": WORLD})
 MIB = 1 << 20
@@ -96,3 +99,15 @@ class Broken:
     def __call__(self, call: Call) -> None:
         if self.on and call.name == "pwrite":
             raise OSError(28, "No space left on device")
+
+
+def files(folder: Path) -> list[str]:
+    """Everything below a folder, empty folders included."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def run_alone(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python code in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=environment(), capture_output=True, text=True, timeout=120
+    )
