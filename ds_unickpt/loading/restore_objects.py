@@ -25,6 +25,8 @@ from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.lr_progress import Progress
 from unickpt.checkpoint.load.report import Entry, LoadReport
+from unickpt.checkpoint.state import optimizer_entries
+from unickpt.checkpoint.state.optimizer_entries import OPTIMIZERS
 from unickpt.transform.convert import training_progress
 from unickpt.transform.dialects.translated_checkpoint import TranslatedCheckpoint
 
@@ -113,6 +115,9 @@ class RestoredObjects:
         if saved.get("engine") is None and not counted:
             counted = [Entry("engine", "object", "set", f"global_steps {step:,}: the checkpoint counts no samples")]
         self.report.entries += counted or [Entry("engine", "object", "restored")]
+        if self.wanted.optimizer and self.view.base is not None:
+            entries = self.of_this_rank(OPTIMIZERS) or self._rank_objects[0].get(OPTIMIZERS) or ()
+            optimizer_entries.restore([self.view.base], entries, self.report)
         self._set_scheduler(saved.get("lr_scheduler"), saved.get(SCHEDULE))
         self._set_loss_scaler(saved.get("loss_scaler"))
         self._set_stateful("grad_scaler", saved.get("grad_scaler"), internals.grad_scaler(self.engine))

@@ -35,7 +35,9 @@ from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.save.fingerprints import fingerprints
 from unickpt.checkpoint.save.kept import BoundShards, Keeper
 from unickpt.checkpoint.save.shards import Contribution, Shard
+from unickpt.checkpoint.state import optimizer_entries
 from unickpt.checkpoint.state.held import Description
+from unickpt.checkpoint.state.optimizer_entries import OPTIMIZERS
 from unickpt.transform.dialects.model_facts import Model
 
 _DIGITS = 16  # hex digits of a fingerprint
@@ -174,6 +176,8 @@ def contribution(state: EngineState, announced: Message) -> Contribution:
         rank_objects["client_state"] = dict(state.client_state)
     if state.scalars is not None:
         rank_objects[SCALARS] = state.scalars.to_object()
+    if state.base is not None and (entries := optimizer_entries.captured([state.base])):
+        rank_objects[OPTIMIZERS] = entries
     return Contribution(
         shards=tensors.shards,
         tensors=tensors.listed,

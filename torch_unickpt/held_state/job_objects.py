@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_unickpt.held_state.module_states import EXTRA_STATE, RestoredExtraStates
+from torch_unickpt.held_state.optimizers import unwrapped
 from unickpt.base.errors import MismatchError
 from unickpt.base.listing import some
 from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
+from unickpt.checkpoint.state import optimizer_entries
+from unickpt.checkpoint.state.optimizer_entries import OPTIMIZERS
 from unickpt.transform.convert import training_progress
 
 ENGINE, SCHEDULER, MORE_SCHEDULERS, STATEFUL, CLIENT = "engine", "lr_scheduler", "lr_schedulers", "stateful", "client_state"
@@ -26,11 +29,13 @@ class JobObjects:
         schedulers: learning-rate schedulers.
         loader: data loader of this rank, or None.
         stateful: further objects with ``state_dict`` and ``load_state_dict``, by name.
+        optimizer: as for ``optimizers.unwrapped``. Of its state dict only what is beside states and groups belongs here.
     """
 
     schedulers: Sequence[Any] = ()
     loader: Any = None
     stateful: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Any = None
 
     def captured(
         self, step: int, samples: int | None, client_state: Mapping[str, Any], extra_states: Mapping[str, Any]
@@ -52,7 +57,12 @@ class JobObjects:
 
     def of_rank(self) -> dict[str, Any]:
         """Return the state of this rank alone."""
-        return {RNG: rng.capture(), **({} if self.loader is None else {LOADER: self.loader.state_dict()})}
+        entries = optimizer_entries.captured(unwrapped(self.optimizer))
+        return {
+            RNG: rng.capture(),
+            **({} if self.loader is None else {LOADER: self.loader.state_dict()}),
+            **({OPTIMIZERS: entries} if entries else {}),
+        }
 
 
 def schedulers_of(given: Any) -> list[Any]:
@@ -136,6 +146,7 @@ class RestoredObjects:
             else:
                 target.load_state_dict(found)
                 self._note(name, "restored")
+        self._set_optimizers()
         self._set_loader()
         self._set_generators()
 
@@ -164,6 +175,10 @@ class RestoredObjects:
             else:
                 stored = saved["class"] if isinstance(saved, Mapping) else "none"
                 self._note(name, "left out", f"saved from {stored}, this job has {kind}, which cannot be moved to a step")
+
+    def _set_optimizers(self) -> None:
+        found = self._ranks.get(self.rank, self._ranks.get(0, {})).get(OPTIMIZERS) or ()
+        optimizer_entries.restore(unwrapped(self.own.optimizer), found, self.report)
 
     def _set_loader(self) -> None:
         loader = self.own.loader

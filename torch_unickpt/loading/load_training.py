@@ -128,7 +128,7 @@ def load_training(
         raise NotACheckpointError(f"{folder}: no manifest.json and no 'latest' file{present}")
 
     how = HowToLoad(strict=strict, fresh=missing_state == "fresh", verify=verify, allow_pickle=allow_pickle, what="a model")
-    job = _Job(model, optimizer, JobObjects(schedulers_of(scheduler), loader, stateful or {}), restore_rng, dialect)
+    job = _Job(model, optimizer, JobObjects(schedulers_of(scheduler), loader, stateful or {}, optimizer), restore_rng, dialect)
     return _resumed(job, Candidates(folder), folder, how, nothing, fall_back=fall_back, group=group, timeout_s=timeout_s)
 
 
@@ -172,7 +172,7 @@ def resume_or_start(
         return StartingPoint()
 
     how = HowToLoad(strict=True, fresh=missing_state == "fresh", what="a model")
-    objects = JobObjects(schedulers_of(scheduler), loader, stateful or {})
+    objects = JobObjects(schedulers_of(scheduler), loader, stateful or {}, optimizer)
     job = _Job(model, optimizer, objects, True, dialect, memory, resumes=True)
     return _resumed(job, Candidates(place, newest=True), place, how, nothing, fall_back=True, group=group, timeout_s=timeout_s)
 

@@ -89,6 +89,31 @@ class Averaging(torch.optim.Optimizer):
         p.sub_(group["lr"] * (state["momentum"] if state["mean"] is None else state["momentum"] + state["mean"]))
 
 
+class Pulled(torch.optim.SGD):
+    """SGD that pulls weights to their mean at every third step. The count of steps is in the state dict, beside the states."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-2)
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.count = state_dict["count"]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.count += 1
+        for p in (p for group in self.param_groups for p in group["params"]):
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+            mean.lerp_(p, 0.1)
+            if self.count % 3 == 0:
+                p.copy_(mean)
+
+
 def _blocks(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.flatten()
     return torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)

@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_unickpt.framework import internals
 from tests.jobs.deepspeed.jobs import build, train
 from tests.jobs.deepspeed.model import Model
-from tests.jobs.deepspeed.odd_optimizers import Averaging, equal_states, raw_states
+from tests.jobs.deepspeed.odd_optimizers import Averaging, Pulled, equal_states, raw_states
 from tests.jobs.deepspeed.resumes import ADAM, assert_resumes, assert_trains_on, assert_weights_equal, here
 from tests.jobs.deepspeed.scenario_worker import scenario
 from tests.jobs.deepspeed.truth import consolidated, differences, optimizer_of
@@ -196,6 +196,20 @@ def states_that_are_none_stay_none(folder: Path) -> None:
                 source.load_checkpoint(str(other))
                 assert set(_nones(source)) == nones
                 train(source, 1)
+
+
+@scenario(1, 2)
+def entries_of_a_state_dict_beside_states_and_groups(folder: Path) -> None:
+    for a, b in ((0, 0), (1, 1), (2, 3), (3, 3)):
+        place = folder / f"{a}{b}"
+        source, target = _client_optimizer(Pulled, a, 1), _client_optimizer(Pulled, b, 2)
+        train(source, 2)
+        assert source.save_checkpoint(str(place))
+        target.load_checkpoint(str(place))
+        assert optimizer_of(target).count == optimizer_of(source).count > 0
+        assert [e.outcome for e in target.checkpoint_engine.last_report.entries if e.name == "optimizer.count"] == ["restored"]
+        found, expected = train(target, 3), train(source, 3)
+        assert found == (expected if a == b else pytest.approx(expected, rel=1e-4))
 
 
 @scenario(2)

@@ -48,6 +48,8 @@ def silent_steps(optimizer: Any) -> str:
     """Return why steps of an optimizer may change parameters and states without a hook of torch before them, or ''."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return f"{type(optimizer).__name__} is no optimizer of torch, so no hook runs before its steps"
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # such as torch's PostLocalSGDOptimizer
+        return f"{type(optimizer).__name__} has no hooks: it does not call the constructor of torch.optim.Optimizer"
     if getattr(optimizer, "capturable", False) or any(group.get("capturable") for group in optimizer.param_groups):
         return f"{type(optimizer).__name__} is capturable: a step in a CUDA graph calls no hook"
     return ""
