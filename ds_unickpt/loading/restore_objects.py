@@ -117,7 +117,7 @@ class RestoredObjects:
         self.report.entries += counted or [Entry("engine", "object", "restored")]
         if self.wanted.optimizer and self.view.base is not None:
             entries = self.of_this_rank(OPTIMIZERS) or self._rank_objects[0].get(OPTIMIZERS) or ()
-            optimizer_entries.restore([self.view.base], entries, self.report)
+            optimizer_entries.restore([[self.view.base]], entries, self.report)
         self._set_scheduler(saved.get("lr_scheduler"), saved.get(SCHEDULE))
         self._set_loss_scaler(saved.get("loss_scaler"))
         self._set_stateful("grad_scaler", saved.get("grad_scaler"), internals.grad_scaler(self.engine))

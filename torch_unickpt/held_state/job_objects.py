@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_unickpt.held_state.module_states import EXTRA_STATE, RestoredExtraStates
-from torch_unickpt.held_state.optimizers import unwrapped
+from torch_unickpt.held_state.optimizers import chains
 from unickpt.base.errors import MismatchError
 from unickpt.base.listing import some
 from unickpt.checkpoint.load import rng
@@ -29,7 +29,7 @@ class JobObjects:
         schedulers: learning-rate schedulers.
         loader: data loader of this rank, or None.
         stateful: further objects with ``state_dict`` and ``load_state_dict``, by name.
-        optimizer: as for ``optimizers.unwrapped``. Of its state dict only what is beside states and groups belongs here.
+        optimizer: as for ``optimizers.chains``. Of its state dict only what is beside states and groups belongs here.
     """
 
     schedulers: Sequence[Any] = ()
@@ -57,7 +57,7 @@ class JobObjects:
 
     def of_rank(self) -> dict[str, Any]:
         """Return the state of this rank alone."""
-        entries = optimizer_entries.captured(unwrapped(self.optimizer))
+        entries = optimizer_entries.captured(chains(self.optimizer))
         return {
             RNG: rng.capture(),
             **({} if self.loader is None else {LOADER: self.loader.state_dict()}),
@@ -71,8 +71,9 @@ def schedulers_of(given: Any) -> list[Any]:
 
 
 def _inner(scheduler: Any) -> Any:
-    """Return the scheduler that a wrapper such as Accelerate's drives."""
-    return getattr(scheduler, "scheduler", scheduler)
+    """Return the scheduler that Accelerate's wrapper drives. Other wrappers have a state of their own."""
+    accelerate = any(kind.__name__ == "AcceleratedScheduler" for kind in type(scheduler).__mro__)
+    return scheduler.scheduler if accelerate else scheduler
 
 
 class RestoredObjects:
@@ -178,7 +179,7 @@ class RestoredObjects:
 
     def _set_optimizers(self) -> None:
         found = self._ranks.get(self.rank, self._ranks.get(0, {})).get(OPTIMIZERS) or ()
-        optimizer_entries.restore(unwrapped(self.own.optimizer), found, self.report)
+        optimizer_entries.restore(chains(self.own.optimizer), found, self.report)
 
     def _set_loader(self) -> None:
         loader = self.own.loader

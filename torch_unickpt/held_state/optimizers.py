@@ -60,19 +60,44 @@ class Stepped(NamedTuple):
 
 
 def unwrapped(given: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that compute the steps, without wrappers such as Accelerate's.
+    """Return the optimizers that hold the states, without wrappers such as Accelerate's.
+
+    Raises:
+        ConfigError: a value is not an optimizer.
+    """
+    return [chain[-1] for chain in chains(given)]
+
+
+def chains(given: Any) -> list[list[Any]]:
+    """Return each optimizer behind the wrappers around it, the outermost first.
 
     Raises:
         ConfigError: a value is not an optimizer.
     """
     found = []
     for each in given if isinstance(given, (list, tuple)) else [] if given is None else [given]:
-        while isinstance(inner := getattr(each, "optimizer", None), torch.optim.Optimizer):
-            each = inner
-        if not isinstance(each, torch.optim.Optimizer):
+        chain = [each]
+        while (inner := _inside(chain[-1])) is not None:
+            chain.append(inner)
+        if not isinstance(chain[-1], torch.optim.Optimizer):
             raise ConfigError(f"optimizer: expected a torch.optim.Optimizer or a list of them, got {type(each).__name__}")
-        found.append(each)
+        found.append(chain)
     return found
+
+
+def _inside(each: Any) -> torch.optim.Optimizer | None:
+    """Return the optimizer that a wrapper drives; None if it is no wrapper, or if the states of both are the same.
+
+    Some wrappers, such as those of sharpness-aware minimization, are optimizers with states of their own. They share the
+    groups with the optimizer inside, which has the moments.
+    """
+    inner = getattr(each, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer):
+        return inner
+    held = vars(each).values() if isinstance(each, torch.optim.Optimizer) else ()
+    others = [other for other in held if isinstance(other, torch.optim.Optimizer) and other is not each]
+    inside = [other for other in others if other.param_groups is each.param_groups and other.state is not each.state]
+    return inside[0] if len(inside) == 1 else None
 
 
 class Optimizers:

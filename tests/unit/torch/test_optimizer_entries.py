@@ -118,3 +118,107 @@ def test_a_checkpoint_without_them_says_so(tmp_path: Path) -> None:
     assert [(e.outcome, e.reason) for e in report.entries if e.name == "optimizer.count"] == [
         ("left out", "none was saved: it keeps its own value")
     ]
+
+
+class Sharp(torch.optim.Optimizer):
+    """Sharpness-aware minimization: an optimizer with a state of its own around one that has the moments."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"rho": 0.05})
+        self.base_optimizer = torch.optim.Adam(self.param_groups, lr=0.01)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["old"] = p.clone()
+            p.add_(self.param_groups[0]["rho"] * p.grad.sign())
+        with torch.enable_grad():
+            closure()
+        for p in self.param_groups[0]["params"]:
+            p.copy_(self.state[p]["old"])
+        self.base_optimizer.step()
+
+
+class Looking:
+    """Looks ahead: slow weights follow the fast ones at every second step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.count = optimizer, 0
+        self.slow = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": self.optimizer.state_dict(), "slow": self.slow, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["base"])
+        self.slow, self.count = state["slow"], state["count"]
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.optimizer.step(closure)
+        self.count += 1
+        if self.count % 2 == 0:
+            for slow, p in zip(self.slow, self.optimizer.param_groups[0]["params"], strict=True):
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+def _trained(model: torch.nn.Module, optimizer: Any, *numbers: int) -> list[float]:
+    losses = []
+    for number in numbers:
+
+        def closure(number: int = number) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.full((2, 4), 0.5 + number)).pow(2).mean()
+            loss.backward()
+            return loss
+
+        losses.append(closure().item())
+        optimizer.step(closure)
+    return losses
+
+
+@pytest.mark.parametrize("make", [Sharp, lambda params: Looking(torch.optim.AdamW(params, lr=0.01))], ids=["sharp", "looking"])
+@pytest.mark.parametrize("stepped", [0, 1])
+def test_of_an_optimizer_with_another_one_inside(make: Any, stepped: int, tmp_path: Path) -> None:
+    def made(seed: int) -> tuple[torch.nn.Module, Any]:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(4, 3)
+        return model, make(model.parameters())
+
+    model, optimizer = made(0)
+    _trained(model, optimizer, 0, 1, 2)
+    unickpt.save_training(model, optimizer, tmp_path, step=3)
+    other, resumed = made(1)
+    _trained(other, resumed, *range(stepped))
+    report = unickpt.load_training(other, resumed, tmp_path).report
+    assert {e.outcome for e in report.entries} == {"restored"}
+    assert _trained(other, resumed, 3, 4, 5) == _trained(model, optimizer, 3, 4, 5)
+
+
+class Warmed:
+    """Drives a scheduler after some steps. Both have a state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.scheduler, self.count = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "inner": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        self.scheduler.load_state_dict(state["inner"])
+
+
+def test_a_scheduler_with_another_one_inside_keeps_its_own_state(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = Warmed(optimizer)
+    scheduler.count = 5
+    unickpt.save_training(model, optimizer, tmp_path, step=3, scheduler=scheduler)
+    resumed = Warmed(optimizer)
+    unickpt.load_training(model, optimizer, tmp_path, scheduler=resumed)
+    assert resumed.state_dict() == scheduler.state_dict()

@@ -14,45 +14,61 @@ from unickpt.checkpoint.load.report import LoadReport
 
 OPTIMIZERS = "optimizers"  # key among the objects of a rank
 _BASE = frozenset({"state", "param_groups"})
+_ADD_NOTHING = frozenset({"AcceleratedOptimizer", "LightningOptimizer"})  # wrappers with the state dict of what is inside
 
 
-def captured(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    """Return class and further entries of each optimizer of this rank; nothing if no optimizer has any."""
-    found = [{"class": type(each).__name__, "entries": _entries(each)} for each in optimizers]
+def captured(chains: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return class and further entries of each optimizer of this rank; nothing if no optimizer has any.
+
+    Args:
+        chains: each optimizer that holds states behind the wrappers around it, the outermost first.
+    """
+    found = [{"class": type(each).__name__, "entries": _entries(each, inner)} for each, inner in _levels(chains)]
     return found if any(each["entries"] for each in found) else []
 
 
-def _entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _levels(chains: Sequence[Sequence[Any]]) -> list[tuple[Any, torch.optim.Optimizer]]:
+    """Return each optimizer and wrapper with the optimizer that holds the states."""
+    return [(each, chain[-1]) for chain in chains for each in chain]
+
+
+def _entries(each: Any, inner: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the entries beside states and groups. Only an optimizer with code of its own for its state dict can have some."""
-    own = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
-    if not own and not getattr(optimizer, "_optimizer_state_dict_post_hooks", None):
+    own = getattr(type(each), "state_dict", None) not in (None, torch.optim.Optimizer.state_dict)
+    if not own and not getattr(each, "_optimizer_state_dict_post_hooks", None):
         return {}
-    if isinstance(optimizer, ZeroRedundancyOptimizer):  # it gathers all states, and adds nothing
+    if type(each).__name__ in _ADD_NOTHING or isinstance(each, ZeroRedundancyOptimizer):
         return {}
     try:
-        with _without_states(optimizer):
-            found = optimizer.state_dict()
-        return {key: value for key, value in found.items() if key not in _BASE}
+        with _without_states(inner):
+            found = each.state_dict()
+        return {key: value for key, value in found.items() if key not in _BASE and not _is_state_dict(value)}
     except Exception:  # it has another way to be saved
         return {}
 
 
-def restore(optimizers: Sequence[torch.optim.Optimizer], saved: Sequence[Mapping[str, Any]], report: LoadReport) -> None:
-    """Give the optimizers their entries. Their states and groups stay as they are.
+def _is_state_dict(value: Any) -> bool:
+    """Whether a value is the state dict of an optimizer, such as the one inside."""
+    return isinstance(value, Mapping) and value.keys() >= _BASE
+
+
+def restore(chains: Sequence[Sequence[Any]], saved: Sequence[Mapping[str, Any]], report: LoadReport) -> None:
+    """Give the optimizers their entries. The states and groups of those that hold states stay as they are.
 
     Args:
-        optimizers: of this rank.
+        chains: of this rank, as for ``captured``.
         saved: as of ``captured``.
         report: gets a line for each entry.
     """
-    for at, each in enumerate(optimizers):
-        stored = saved[at] if len(saved) == len(optimizers) and saved[at].get("class") == type(each).__name__ else {}
-        entries, held = dict(stored.get("entries", {})), _entries(each)
-        label = f"optimizer[{at}]." if len(optimizers) > 1 else "optimizer."
+    levels = _levels(chains)
+    for at, (each, inner) in enumerate(levels):
+        stored = saved[at] if len(saved) == len(levels) and saved[at].get("class") == type(each).__name__ else {}
+        entries, held = dict(stored.get("entries", {})), _entries(each, inner)
+        label = f"optimizer[{at}]." if len(levels) > 1 else "optimizer."
         failed = ""
         if entries:
             try:
-                with _without_states(each):
+                with _without_states(inner):
                     each.load_state_dict({**each.state_dict(), **entries})
             except Exception as err:
                 failed = f"its load_state_dict raised {type(err).__name__}: {err}"
