@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torch_unickpt.framework.zero_redundancy import of_rank
 from torch_unickpt.held_state import listed_states
 from torch_unickpt.held_state.names import Names
 from unickpt.api.dtensors import is_dtensor, local_tensor, placed_tensor
@@ -109,16 +110,17 @@ class Optimizers:
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], names: Names) -> None:
-        self.optimizers, self.names = optimizers, names
-        self.name = "+".join(type(each).__name__ for each in optimizers)
+        self.optimizers, self.names = [of_rank(each) for each in optimizers], names
+        self._given = optimizers
+        self.name = "+".join(type(each).__name__ for each in self.optimizers)
         self.parameters = list(self._parameters())
 
     def _parameters(self) -> Iterator[Stepped]:
         number = 0
         first: dict[str, torch.optim.Optimizer] = {}
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
+        for given, optimizer in zip(self._given, self.optimizers, strict=True):
+            for group, of_this_rank in zip(given.param_groups, optimizer.param_groups, strict=True):
+                for parameter in of_this_rank["params"]:
                     name = self.names.of.get(id(parameter))
                     if name is None:
                         raise UnsupportedLayoutError(

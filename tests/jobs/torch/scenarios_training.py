@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import torch_unickpt
 import unickpt
@@ -238,6 +239,29 @@ def optimizers_of_every_kind_continue(folder: Path) -> None:
         two.step = 2
         apart = [abs(a - b) for a, b in zip(one.train(2), two.train(2), strict=True)]
         assert max(apart) < 1e-3, (name, apart)
+
+
+@scenario(2)
+def an_optimizer_divided_among_ranks_and_a_whole_one_continue_each_other(folder: Path) -> None:
+    def divided(seed: int) -> Job:
+        job = job_of("ddp2", seed)
+        groups = [{key: each[key] for key in ("params", "weight_decay")} for each in job.optimizer.param_groups]
+        job.optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.01)
+        job.scheduler = torch.optim.lr_scheduler.LambdaLR(job.optimizer, lambda step: 1 / (1 + step))
+        return job
+
+    whole, last = job_of("ddp2", 1), folder / "step0"
+    unickpt.save_training(whole.model, whole.optimizer, last, step=0, scheduler=whole.scheduler)
+    for step, next_job in ((1, divided(2)), (3, divided(3)), (5, job_of("ddp2", 4))):
+        start = unickpt.load_training(next_job.model, next_job.optimizer, last, scheduler=next_job.scheduler)
+        next_job.step, last = start.step, folder / f"step{step}"
+        next_job.train(step - start.step)
+        unickpt.save_training(next_job.model, next_job.optimizer, last, step=step, scheduler=next_job.scheduler)
+    whole.train(5)
+    assert differences(whole.truth(), next_job.truth()) == []
+    whole.optimizer = ZeroRedundancyOptimizer(whole.module.parameters(), torch.optim.AdamW, overlap_with_ddp=True)
+    with pytest.raises(unickpt.SaveFailedError, match="overlap_with_ddp=True is not supported"):
+        unickpt.save_training(whole.model, whole.optimizer, folder / "step6", step=6)
 
 
 @scenario(2)
