@@ -71,9 +71,12 @@ def schedulers_of(given: Any) -> list[Any]:
 
 
 def _inner(scheduler: Any) -> Any:
-    """Return the scheduler that Accelerate's wrapper drives. Other wrappers have a state of their own."""
-    accelerate = any(kind.__name__ == "AcceleratedScheduler" for kind in type(scheduler).__mro__)
-    return scheduler.scheduler if accelerate else scheduler
+    """Return the scheduler that a wrapper such as Accelerate's drives; the wrapper itself if it has a state of its own."""
+    inner: Any = getattr(scheduler, "scheduler", None)
+    if not callable(getattr(inner, "state_dict", None)):
+        return scheduler
+    own = getattr(scheduler, "state_dict", None)
+    return inner if not callable(own) or set(own()) == set(inner.state_dict()) else scheduler
 
 
 class RestoredObjects:
