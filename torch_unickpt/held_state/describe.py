@@ -79,7 +79,7 @@ def description(items: Iterable[Item], holders: Holders, group: Group, *, steady
         steady: parameters and states of the optimizer change only in its steps.
 
     Raises:
-        ConfigError: a DTensor has a placement that is not supported, or a tensor has no memory (``meta``).
+        ConfigError: a DTensor has a placement that is not supported, or a tensor has no memory (``meta``) or is not dense.
         FormatError: a dtype cannot be stored.
     """
     found = Description()
@@ -91,6 +91,11 @@ def description(items: Iterable[Item], holders: Holders, group: Group, *, steady
         data = shards[0].data
         if data.is_meta:
             raise ConfigError(f"{item.key[0]} ({item.key[1]}): is on the meta device, so it has no values to save")
+        if data.layout != torch.strided:
+            kind = str(data.layout).removeprefix("torch.")
+            raise ConfigError(
+                f"{item.key[0]} ({item.key[1]}): has the layout {kind}, which is not supported. Hold a dense tensor"
+            )
         info = TensorInfo(*item.key, name_of(data.dtype, f"{item.key[0]} ({item.key[1]})"), shards[0].global_shape, item.kind)
         found.tensors.append(info)
         if not item.plain:

@@ -10,9 +10,11 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from unickpt.api.dtensors import is_dtensor
-from unickpt.base.errors import UnsupportedLayoutError
+from unickpt.base.errors import ConfigError, UnsupportedLayoutError
+from unickpt.base.listing import some
 from unickpt.checkpoint.save.kept import KeptFacts
 from unickpt.checkpoint.save.module_tree import ModuleTree
 from unickpt.transform.dialects.model_facts import Model
@@ -82,6 +84,7 @@ def names_of(module: torch.nn.Module) -> Names:
 
     Raises:
         UnsupportedLayoutError: the module is wrapped by FSDP1, whose flat parameters hold parts of several parameters.
+        ConfigError: parameters have no shape before the first call of the module.
     """
     module = without_ddp(module)
     if any(type(child).__name__ == "FullyShardedDataParallel" for child in module.modules()):
@@ -116,6 +119,9 @@ def names_of(module: torch.nn.Module) -> Names:
         else:
             first[id(buffer)] = name
             buffers[name] = buffer
+    lazy = [name for name, each in {**parameters, **buffers}.items() if is_lazy(each)]
+    if lazy:
+        raise ConfigError(f"{some(lazy)}: has no shape yet (torch.nn.Lazy...). Call the model once before, as in training")
     extra = {plain(name): child for name, child in module.named_modules() if _has_extra_state(child)}
     return Names(parameters, buffers, aliases, of, extra)
 

@@ -110,3 +110,25 @@ def test_a_step_that_no_load_accepts_is_refused_by_the_save(step: Any, tmp_path:
     assert not (tmp_path / "refused").exists()
     unickpt.save_training(model, None, tmp_path / "last", step=2**62 - 1)
     assert unickpt.load_training(model, None, tmp_path / "last").step == 2**62 - 1
+
+
+def test_a_sparse_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0].register_buffer("mask", torch.eye(2).to_sparse())
+    for asynchronous in (False, True):
+        options = unickpt.SaveOptions(asynchronous=asynchronous)
+        with pytest.raises(unickpt.SaveFailedError, match=r"0\.mask \(weight\): has the layout sparse_coo"):
+            unickpt.save_training(model, None, tmp_path / "step1", step=1, options=options)
+
+
+def test_a_model_without_shapes_is_refused_by_name(tmp_path: Path) -> None:
+    model, empty = (torch.nn.Sequential(torch.nn.LazyLinear(2)) for _ in range(2))
+    with pytest.raises(unickpt.SaveFailedError, match=r"0\.weight, 0\.bias: has no shape yet"):
+        unickpt.save_training(model, None, tmp_path / "step1", step=1)
+    model(torch.zeros(1, 3))
+    unickpt.save_training(model, None, tmp_path / "step1", step=1)
+    with pytest.raises(unickpt.UnickptError, match=r"0\.weight, 0\.bias: has no shape yet"):
+        torch_unickpt.resume_or_start(empty, None, tmp_path)
+    empty(torch.zeros(1, 3))
+    assert torch_unickpt.resume_or_start(empty, None, tmp_path).step == 1
+    torch.testing.assert_close(empty[0].weight, model[0].weight, rtol=0, atol=0)
