@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from torch_unickpt.held_state.module_states import EXTRA_STATE, RestoredExtraStates
 from torch_unickpt.held_state.optimizers import chains
-from unickpt.base.errors import MismatchError
+from unickpt.api.dtensors import is_dtensor
+from unickpt.base.errors import ConfigError, MismatchError
 from unickpt.base.listing import some
 from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -44,9 +47,12 @@ class JobObjects:
 
         ``engine``, ``lr_scheduler`` and ``module_extra_state`` have the form that the adapter for DeepSpeed stores, so that
         every framework finds the counters, the position of the schedule, and the states of modules.
+
+        Raises:
+            ConfigError: a value is a DTensor of which this rank has a part.
         """
         states = [{"class": type(each).__name__, "state": each.state_dict()} for each in map(_inner, self.schedulers)]
-        return {
+        found: dict[str, Any] = {
             ENGINE: {"global_steps": step, "global_samples": samples or 0, "skipped_steps": 0},
             SCHEDULER: states[0] if states else None,
             **({MORE_SCHEDULERS: states[1:]} if len(states) > 1 else {}),
@@ -54,6 +60,14 @@ class JobObjects:
             **({EXTRA_STATE: dict(extra_states)} if extra_states else {}),
             CLIENT: dict(client_state),
         }
+        parts = list(_parts(found, "", set()))
+        if parts:
+            raise ConfigError(
+                f"{some(parts)}: is divided among the ranks (DTensor), and of an object the state of rank 0 alone is stored. "
+                'Save its module with the model, as torch.nn.ModuleDict({"model": model, "ema": ema}), or give whole tensors '
+                "(full_tensor() on all ranks)"
+            )
+        return found
 
     def of_rank(self) -> dict[str, Any]:
         """Return the state of this rank alone."""
@@ -77,6 +91,21 @@ def _inner(scheduler: Any) -> Any:
         return scheduler
     own = getattr(scheduler, "state_dict", None)
     return inner if not callable(own) or set(own()) == set(inner.state_dict()) else scheduler
+
+
+def _parts(value: Any, path: str, seen: set[int]) -> Iterator[str]:
+    """Return the places of DTensors of which no rank has the whole. ``seen``: containers on the way, by ``id``."""
+    if is_dtensor(value):
+        if value.device_mesh.size() > 1 and not all(each.is_replicate() for each in value.placements):
+            yield path
+        return
+    listed = isinstance(value, (list, tuple))
+    if not (listed or isinstance(value, Mapping)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    for key, each in enumerate(value) if listed else value.items():
+        if isinstance(each, (Mapping, list, tuple, torch.Tensor)):
+            yield from _parts(each, f"{path}[{key}]" if listed else f"{path}.{key}".lstrip("."), seen)
 
 
 class RestoredObjects:

@@ -346,6 +346,11 @@ def what_cannot_be_described_is_refused_by_name_on_every_rank(folder: Path) -> N
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2, 3))], lr=0.1) if dist.get_rank() else job.optimizer
     with pytest.raises(unickpt.SaveFailedError, match=r"rank 1: .*shape \(2, 3\)"):
         unickpt.save_training(job.model, other, folder / "step1", step=1)
+    averages = {name: each.detach().clone() for name, each in job.module.named_parameters()}
+    for given in ({"client_state": {"ema": [averages]}}, {"stateful": {"optimizer": job.optimizer}}):
+        job.train(1)
+        with pytest.raises(unickpt.SaveFailedError, match=r"(ema|optimizer).* is divided among the ranks"):
+            unickpt.save_training(job.model, job.optimizer, folder / "step1", step=1, **given)
     with torch.device("meta"):
         empty = torch.nn.Linear(3, 3)
     unickpt.save_training(torch.nn.Linear(3, 3), None, folder / "step2", step=1)
