@@ -54,6 +54,14 @@ def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
+def test_a_newer_checkpoint_on_disk_is_loaded(tmp_path: Path, shared: Path) -> None:
+    options, job = MemoryOptions(to_disk_every=3, folder=str(shared)), Job(0)
+    for step in (1, 2, 3):
+        job.save(tmp_path / "run", step, options)
+    assert steps(tmp_path / "run") == ["step3"]
+    assert job.loads_from(tmp_path / "run", options) == 3
+
+
 def test_each_model_has_the_options_of_its_own(tmp_path: Path, shared: Path) -> None:
     seldom = MemoryOptions(to_disk_every=10, folder=str(shared))
     often = MemoryOptions(to_disk_every=3, folder=str(shared))
@@ -93,11 +101,12 @@ def test_a_start_without_the_options_for_memory_warns(tmp_path: Path, caplog: py
     job.save(folder, 1, MemoryOptions(to_disk_every=10))
     try:
         shutdown.finish_all(ending=True)
-        job.loads_from(folder, MemoryOptions(to_disk_every=10))
-        assert "does not look there" not in caplog.text
         other = Job(9)
         assert torch_unickpt.resume_or_start(other.model, other.optimizer, str(folder)).step == 1
         assert f"there are checkpoints of {folder} in the memory of this host" in caplog.text
+        caplog.clear()
+        job.loads_from(folder, MemoryOptions(to_disk_every=10))
+        assert "does not look there" not in caplog.text
     finally:
         shutil.rmtree(HostFolder(MemoryOptions().folder, read_token(str(folder))).root)
 

@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 
 from unickpt.base.errors import UnickptError
 from unickpt.base.logs import logger
+from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.failure import DAMAGE, failure_of
 from unickpt.checkpoint.load.resume import Offer, gone_back
 from unickpt.checkpoint.memory.host_folder import HostFolder, read_token
 from unickpt.checkpoint.memory.tier import MemoryLoad, MemoryTier, choose
 from unickpt.checkpoint.storage.base import join
+from unickpt.checkpoint.storage.open import open_storage
 
 
 class MemoryOffers:
@@ -48,7 +51,17 @@ class MemoryOffers:
     def _step_of(self, disk: Offer) -> int:
         if disk.missing:
             return -1
-        return disk.step if disk.directory else self._native_step()
+        return disk.step or _step_in(disk.directory) if disk.directory else self._native_step()
+
+
+def _step_in(directory: str) -> int:
+    """Return the step of a checkpoint on disk; 0 if it is damaged: then one in memory is tried first."""
+    try:
+        return read_manifest(open_storage(directory)).step
+    except UnickptError as err:
+        if failure_of(err, rank=0, where=directory).kind not in DAMAGE:
+            raise  # an unavailable storage must not lead to an older checkpoint
+        return 0
 
 
 def warn_of_unseen(parent: str, folders: Sequence[str]) -> None:

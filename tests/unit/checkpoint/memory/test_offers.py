@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import torch
+
+import unickpt
 from unickpt.checkpoint.load.resume import Offer
 from unickpt.checkpoint.memory.finding import FoundGeneration
 from unickpt.checkpoint.memory.offers import MemoryOffers
@@ -40,6 +44,14 @@ def test_the_checkpoint_on_disk_is_taken_if_it_is_not_older() -> None:
     assert [name for name, _, _ in tried([6, 2], [on_disk(4), on_disk(1)])] == [
         "iter_6", "iter_6", "iter_4", "iter_2", "iter_2", "iter_1",
     ]  # fmt: skip
+
+
+def test_the_step_of_a_checkpoint_on_disk_is_read_if_its_finder_does_not_know_it(tmp_path: Path) -> None:
+    unickpt.save_checkpoint({"a": torch.zeros(1)}, tmp_path / "last", step=5)
+    for damaged, first in ((False, "last"), (True, "iter_5")):
+        if damaged:
+            (tmp_path / "last" / "manifest.json").write_text("{}")
+        assert tried([5], [Offer(str(tmp_path / "last"), "last")])[0][0] == first
 
 
 def test_a_checkpoint_that_the_user_names_is_not_replaced() -> None:
