@@ -62,6 +62,28 @@ def test_a_newer_checkpoint_on_disk_is_loaded(tmp_path: Path, shared: Path) -> N
     assert job.loads_from(tmp_path / "run", options) == 3
 
 
+def test_a_copy_of_a_folder_has_no_checkpoints_in_memory_of_the_other_job(tmp_path: Path, shared: Path) -> None:
+    options, job = MemoryOptions(to_disk_every=2, folder=str(shared)), Job(0)
+    one, other, moved = (tmp_path / name for name in ("one", "other", "moved"))
+    for step in (1, 2):
+        job.save(one, step, options)
+    shutil.copytree(one, other)
+    branched = Job(1)
+    torch_unickpt.load_training(branched.model, branched.optimizer, one)
+    job.save(one, 3, options)
+    assert branched.loads_from(other, options) == 2
+    branched.save(other, 3, options)
+    branched.save(other, 5, options)
+    assert job.loads_from(one, options) == 3
+    assert read_token(str(one)) != read_token(str(other))
+    token = read_token(str(one))
+    one.rename(moved)
+    one.symlink_to(moved)
+    assert read_token(str(moved)) == read_token(str(one)) == token, "it is the same folder"
+    one.unlink()
+    assert read_token(str(moved)) == token
+
+
 def test_each_model_has_the_options_of_its_own(tmp_path: Path, shared: Path) -> None:
     seldom = MemoryOptions(to_disk_every=10, folder=str(shared))
     often = MemoryOptions(to_disk_every=3, folder=str(shared))

@@ -5,7 +5,8 @@
         spare/                  files of generations that were given up, whose pages are used again
 
 The token is a random text in the save directory. It binds generations to that directory: another job, or the same one after its
-directory was removed, does not find them.
+directory was removed, does not find them. The file names the directory for which it was made, so that a copy of a directory is
+told from one that was moved: its job would load and replace the generations of the other job.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import secrets
 import shutil
 from pathlib import Path
 
-from unickpt.base.errors import FormatError, StorageError
+from unickpt.base.errors import FormatError, StorageError, UnickptError
 from unickpt.base.private_files import TOKEN, make_folder
 from unickpt.checkpoint.format.checksums import digest
 from unickpt.checkpoint.format.file_names import DATA_FOLDER, MANIFEST_FILE, ROWS_FOLDER
 from unickpt.checkpoint.memory.generations import ABOUT_FILE, Inventory, folder_of, is_file_of_generation, number_of
-from unickpt.checkpoint.storage.base import read_text
+from unickpt.checkpoint.storage.base import absolute, is_url, read_text
 from unickpt.checkpoint.storage.open import open_storage
 
 TOKEN_FILE = ".unickpt-memory"
@@ -37,7 +38,7 @@ def may_be_in_memory(name: str) -> bool:
 
 
 def read_token(save_dir: str) -> str:
-    """Return the token of a save directory; '' if it has none.
+    """Return the token of a save directory; '' if it has none, or that of the directory of which it is a copy.
 
     Raises:
         StorageError: the directory cannot be read.
@@ -47,12 +48,24 @@ def read_token(save_dir: str) -> str:
     text = read_text(place, TOKEN_FILE)
     if text is None:
         return ""
-    if not re.fullmatch(TOKEN, text):
+    token, _, made_for = text.partition("\n")
+    if not re.fullmatch(TOKEN, token):
         raise FormatError(
             f"{place.where(TOKEN_FILE)} holds {text[:40]!r} instead of 32 hexadecimal digits. Remove the file: checkpoints in "
             "the memory of hosts are then not found, and those on disk are"
         )
-    return text
+    return "" if made_for and _is_copy(save_dir, token, made_for) else token
+
+
+def _is_copy(save_dir: str, token: str, made_for: str) -> bool:
+    """Whether the directory for which a token was made still has it, and is another one."""
+    own = absolute(save_dir)
+    if made_for == own:
+        return False
+    with contextlib.suppress(UnickptError, OSError, ValueError):
+        there = read_text(open_storage(made_for), TOKEN_FILE) or ""
+        return there.partition("\n")[0] == token and (is_url(own) or is_url(made_for) or not os.path.samefile(own, made_for))
+    return False
 
 
 def make_token(save_dir: str) -> str:
@@ -60,7 +73,7 @@ def make_token(save_dir: str) -> str:
     token = read_token(save_dir)
     if not token:
         token = secrets.token_hex(16)
-        open_storage(save_dir).write_atomic(TOKEN_FILE, token.encode())
+        open_storage(save_dir).write_atomic(TOKEN_FILE, f"{token}\n{absolute(save_dir)}".encode(errors="replace"))
     return token
 
 
