@@ -18,6 +18,7 @@ from torch_unickpt.held_state.describe import Item
 from torch_unickpt.held_state.module_states import extra_key, own_entries
 from torch_unickpt.held_state.names import KnownNames, Names
 from torch_unickpt.held_state.optimizers import CommonScalar, Optimizers
+from torch_unickpt.held_state.samples import samples_of
 from unickpt.api.dtensors import is_dtensor
 from unickpt.api.group import Group
 from unickpt.api.holders import Holders, Keys, Ranks, mesh_digests
@@ -124,6 +125,11 @@ class TrainingState:
             ]
         )
         self.meshes = mesh_digests((item.key, item.value) for item in self._items if is_dtensor(item.value))
+
+    def samples(self) -> dict[str, str]:
+        """Return samples of the parameters that other ranks may hold as copies; none if an earlier save has had them."""
+        items = self._items if len(self._group.ranks) > 1 else []
+        return samples_of({each.key[0]: each.value for each in items if each.kind == "parameter" and each.plain})  # type: ignore[misc]
 
     def record(self) -> OptimizerRecord | None:
         """Return settings and scalars of the optimizers; None without one."""

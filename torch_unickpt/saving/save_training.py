@@ -18,6 +18,7 @@ from torch_unickpt.held_state.job_objects import JobObjects, schedulers_of
 from torch_unickpt.held_state.known_training import TrainingState, trained
 from torch_unickpt.held_state.names import Names, facts_of, topology_of
 from torch_unickpt.held_state.optimizers import unwrapped
+from torch_unickpt.held_state.samples import different
 from unickpt import __version__
 from unickpt.api.group import Group, exchange_of
 from unickpt.api.holders import Holders, agreed_holders
@@ -112,7 +113,10 @@ def save_training(
     assert RUNTIME.owners is not None
     origin = asdict(RUNTIME.owners.origin(owner))
 
-    def contribute(_: Message) -> Contribution:
+    def announce() -> Message:
+        return {"samples": {} if state is None else state.samples()}
+
+    def contribute(announced: Message) -> Contribution:
         assert state is not None
         silent = next(filter(None, map(silent_steps, state.optimizers.optimizers)), "")
         unsteady = silent if state.optimizers.optimizers else "the save has no optimizer"
@@ -125,14 +129,15 @@ def save_training(
             optimizer=record if first else None, optimizer_part=None if first else _part(record, holders, ranks.rank),
             aliases=state.names.aliases, objects=objects.captured(step, samples, client_state or {}, extra) if first else {},
             shared_objects={} if first else module_states.shared(extra), rank_objects=objects.of_rank(), unsteady=unsteady,
-            bound=held.bound, keeper=held.keeper,
+            bound=held.bound, keeper=held.keeper, different=() if first else different(state.samples(), announced["samples"]),
             witness=RUNTIME.passed(model, save_dir) if first else None,
         )  # fmt: skip
 
     save_dir, tag = split(absolute(os.fspath(directory)))
     request = SaveRequest(
         contribute, save_dir, tag, save_latest=save_latest, one_writer=save_latest, must_match={"step": step},
-        framework_stands_in=False, failed=failed, claim=RUNTIME.owners.claim(owner), on_end=partial(_ended, save_dir),
+        framework_stands_in=False, failed=failed, announce=announce,
+        claim=RUNTIME.owners.claim(owner), on_end=partial(_ended, save_dir),
     )  # fmt: skip
     tier = RUNTIME.memory(memory, options, save_dir)
     if tier is not None:

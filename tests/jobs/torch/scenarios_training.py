@@ -19,7 +19,7 @@ import unickpt
 from tests.jobs.torch.layouts import Layout
 from tests.jobs.torch.model import Job
 from tests.jobs.torch.pairs_worker import differences
-from tests.jobs.torch.registry import ADAMW, apart, job_of, scenario, set_state_dict_of, state_dict_of
+from tests.jobs.torch.registry import ADAMW, apart, job_of, logged, scenario, set_state_dict_of, state_dict_of
 from tests.support.switch import switched
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 
@@ -338,6 +338,25 @@ def buffers_that_differ_between_ranks_are_those_of_the_first(folder: Path) -> No
     again = torch.nn.BatchNorm1d(3)
     unickpt.load_training(again, None, folder / "step1")
     assert again.running_mean.tolist() == [1, 1, 1]
+
+
+@scenario(2)
+def plain_parameters_that_differ_between_ranks_are_told(folder: Path) -> None:
+    job = job_of("ddp2", 1)
+    job.train(1)
+    for step in (1, 2, 3):
+        unequal = step == 2
+        if unequal:
+            job = job_of("ddp2", 1)
+            job.train(1)
+            with torch.no_grad():
+                job.module.wide.weight.add_(dist.get_rank())
+        with logged() as lines:
+            unickpt.save_training(job.model, job.optimizer, folder / f"step{step}", step=step)
+        told = [each for each in lines if "differs between rank 1 and rank 0: wide.weight. These are plain tensors" in each]
+        assert len(told) == (unequal and dist.get_rank() == 0), lines
+        notes = Checkpoint.open(folder / f"step{step}").manifest.notes
+        assert len(notes) == unequal
 
 
 @scenario(2)
