@@ -134,11 +134,14 @@ def _leaves(wanted: Collection[int]) -> Iterator[optimizers.Leaf]:
 
 
 def _follow(leaf: optimizers.Leaf, held: optimizers.HeldRange, whole: torch.Tensor, unless_equal: bool) -> None:
-    main = held.main.detach().view(-1)
-    own: Any = internals.dequantized(held.parameter.detach()).reshape(-1)[held.lo : held.hi]
+    def part(data: torch.Tensor) -> Any:
+        found = internals.dequantized(data.detach())
+        return found if found.shape == held.main.shape else found.reshape(-1)[held.lo : held.hi].view(held.main.shape)
+
+    main, own = held.main.detach(), part(held.parameter)
     if main.data_ptr() == own.data_ptr():
         return  # a weight that is its own master
-    weight: Any = internals.dequantized(whole.detach()).reshape(-1)[held.lo : held.hi]
+    weight = part(whole)
     value = weight.to(device=main.device, dtype=main.dtype)
     if unless_equal:
         value = torch.where(main.to(weight.dtype) == weight.to(main.device), main, value)

@@ -369,7 +369,8 @@ def _states_of(
             if isinstance(value, (int, float, bool)) or (value is None and key in state):
                 scalars[key] = value
         elif key != "step" and value.shape == shape:
-            if not value.is_contiguous() and key in state:  # of SOAP: boxes of a state are views of it
+            # of SOAP: boxes of a state are views of it
+            if not value.is_contiguous() and value.stride() != stepped.stride() and key in state:
                 value = state[key] = value.contiguous()
             tensors[key] = leaf.inner.get_unscaled_state(stepped, key) if scaled and copy is None else value
         elif value.dim() == 0 or key == "step":

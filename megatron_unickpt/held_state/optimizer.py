@@ -26,7 +26,7 @@ from megatron_unickpt.held_state import sharded_tensors
 from megatron_unickpt.held_state.hyperparameters import Named, OptimizerPart, restore_hyperparameters
 from megatron_unickpt.held_state.sharded_tensors import MASTER, LaterTensors, StateTensor
 from unickpt.base.errors import MismatchError, UnsupportedLayoutError
-from unickpt.checkpoint.format.boxes import boxes_of_view
+from unickpt.checkpoint.format.boxes import Box, boxes_of_view
 from unickpt.transform.convert.megatron import keys
 
 METADATA = keys.BY_PARAMETER
@@ -234,15 +234,24 @@ def _of_another_shape(parts: list[ShardedTensor], held: HeldRange, state: str, d
 
 def _sharded(parts: list[ShardedTensor], held: HeldRange, state: str, data: torch.Tensor) -> Iterator[ShardedTensor]:
     """Yield one state of a held range, as boxes of the global tensors."""
-    flat = data.detach().view(-1)
-    origin = held.parameter.storage_offset()
+    own, data = held.parameter.detach(), data.detach()
+    dense = own.is_contiguous() and data.is_contiguous()
+    alike = dense or data.stride() == own.stride()
+    hi = held.hi if dense else 1 + int(sum((size - 1) * step for size, step in zip(own.shape, own.stride(), strict=True)))
     for part in parts:
         # Megatron's load of the weights gives the data of their description the prepended axes, too
-        view = held.parameter.detach() if part.data is held.parameter else part.data.detach().view(part.local_shape)
-        boxes = boxes_of_view(view.shape, view.stride(), view.storage_offset() - origin, held.lo, held.hi)
+        view = own if part.data is held.parameter else part.data.detach().view(part.local_shape)
+        if alike:
+            boxes = boxes_of_view(view.shape, view.stride(), view.storage_offset() - own.storage_offset(), held.lo, hi)
+        elif view is own:
+            boxes = [(Box.whole(own.shape), 0)]
+        else:
+            raise UnsupportedLayoutError(
+                f"{part.key}: {state} has the strides {data.stride()}, and the parameter of which this is a part {own.stride()}"
+            )
         for box, at in boxes:
             start = tuple(o + s for o, s in zip(part.global_offset[part.prepend_axis_num :], box.start, strict=True))
-            live = flat.as_strided(box.shape, view.stride(), flat.storage_offset() + at - held.lo)
+            live = data.as_strided(box.shape, view.stride(), data.storage_offset() + at - held.lo) if alike else data
             yield StateTensor(
                 sharded_tensors.key_of(part.key, state),
                 live,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.optimizer import FP32Optimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
 import megatron_unickpt
 from megatron_unickpt.framework.errors import MegatronSaveError
@@ -174,6 +174,54 @@ class _Layers(torch.nn.Module):
 
     def load_state_dict(self, *_: Any, **__: Any) -> Any:
         """Do nothing: the tensors are filled in place."""
+
+
+class _Transposed(_Layers):
+    """Weights that are transposed in memory, half of them with gaps between their columns."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        super().__init__(seed)
+        wide = [torch.cat([weight.detach(), weight.detach()]).to(dtype) for weight in self.weights]
+        turned = (each.t().contiguous().t() for each in wide)
+        self.weights = torch.nn.ParameterList(
+            torch.nn.Parameter(each[:6] if at % 2 else each) for at, each in enumerate(turned)
+        )
+
+    def wrapped(self) -> Any:
+        """Return an optimizer of Megatron."""
+        inner, low = torch.optim.AdamW(list(self.parameters()), lr=1e-2), self.weights[0].dtype != torch.float32
+        config = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=low)
+        return Float16OptimizerWithFloat16Params(inner, config, None, None) if low else FP32Optimizer(inner, config, None)
+
+
+@scenario(1)
+def weights_that_are_transposed_in_memory_resume(folder: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        source, target, alone = (_Transposed(seed, dtype) for seed in range(3))
+        assert not any(weight.is_contiguous() for weight in source.weights)
+        trained, optimizer, follows = (each.wrapped() for each in (source, target, alone))
+        mains = [group["params"] for wrapper in (trained, optimizer, follows) for group in wrapper.optimizer.param_groups]
+        place = folder / str(dtype)
+        for step in range(3):
+            for number, weight in enumerate(mains[0]):
+                weight.grad = (0.1 * (number + 1)) * weight.detach()
+            trained.optimizer.step()
+            for weight, main in zip(source.weights, mains[0], strict=True):
+                weight.data.copy_(main)
+            megatron_unickpt.save(place / f"step_{step}", source, trained)
+        megatron_unickpt.load(place / "step_2", target, optimizer)
+        megatron_unickpt.load(place / "step_2", alone)
+        stored = _stored(place / "step_2")
+        for at, (expected, found) in enumerate(zip(mains[0], mains[1], strict=True)):
+            name = f"decoder.layers.{at}.weight"
+            assert torch.equal(expected, stored[f"master/{name}"])
+            assert torch.equal(expected, found)
+            assert torch.equal(source.weights[at], target.weights[at])
+            assert torch.equal(source.weights[at], alone.weights[at])
+            assert torch.equal(mains[2][at], alone.weights[at].float())
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(trained.optimizer.state[expected][key], stored[f"{key}/{name}"])
+                assert torch.equal(trained.optimizer.state[expected][key], optimizer.optimizer.state[found][key])
 
 
 class _Averaging(torch.optim.Optimizer):
