@@ -237,12 +237,13 @@ def _sharded(parts: list[ShardedTensor], held: HeldRange, state: str, data: torc
     own, data = held.parameter.detach(), data.detach()
     dense = own.is_contiguous() and data.is_contiguous()
     alike = dense or data.stride() == own.stride()
-    hi = held.hi if dense else 1 + int(sum((size - 1) * step for size, step in zip(own.shape, own.stride(), strict=True)))
+    hi = held.hi if dense else 1 + sum((size - 1) * step for size, step in zip(own.shape, own.stride(), strict=True))
     for part in parts:
         # Megatron's load of the weights gives the data of their description the prepended axes, too
         view = own if part.data is held.parameter else part.data.detach().view(part.local_shape)
         if alike:
-            boxes = boxes_of_view(view.shape, view.stride(), view.storage_offset() - own.storage_offset(), held.lo, hi)
+            offset = int(view.storage_offset()) - int(own.storage_offset())
+            boxes = boxes_of_view(view.shape, view.stride(), offset, held.lo, hi)
         elif view is own:
             boxes = [(Box.whole(own.shape), 0)]
         else:
