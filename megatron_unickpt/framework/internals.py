@@ -199,6 +199,25 @@ def no_gradients_added(parameters: Iterable[Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def no_parameters_gathered(chunk: Any) -> Iterator[None]:
+    """Let no forward pass gather parameters, which are complete here (core/distributed/param_and_grad_buffer.py).
+
+    With ``overlap_param_gather`` the first forward pass after a reduction of gradients gathers them, and later ones do not. One
+    between the reduction and the step would take the place of the one that gathers what the step has changed.
+    """
+    lists = (getattr(chunk, name, ()) for name in ("bucket_groups", "expert_parallel_bucket_groups"))
+    groups = [group for found in lists for group in found if hasattr(group, "param_gather_dispatched")]
+    before = [group.param_gather_dispatched for group in groups]
+    for group in groups:
+        group.param_gather_dispatched = True
+    try:
+        yield
+    finally:
+        for group, dispatched in zip(groups, before, strict=True):
+            group.param_gather_dispatched = dispatched
+
+
+@contextlib.contextmanager
 def logged_losses_kept() -> Iterator[None]:
     """Keep what Megatron sums up for its log: auxiliary losses of experts, and those of further predicted tokens."""
     trackers = list(_loss_trackers())

@@ -60,6 +60,7 @@ class Job:
 
     ``groups``: make the process groups. False: the model is in those of an earlier job, beside its model.
     ``bucket_size``: reduce gradients in buckets of about so many elements, while the backward pass goes on.
+    ``gathered_late``: the next forward pass gathers the parameters after a step. It needs ``bucket_size``.
     ``recompute``: the backward pass computes each layer again.
     ``torch_adam``: the optimizer is torch's AdamW.
     """
@@ -68,7 +69,7 @@ class Job:
         self, layout: Layout, *, seed: int = 1, tied: bool = True, vocabulary: int = 96, width: int = 32, length: int = LENGTH,
         batch: int = BATCH, micro_batch: int = 1, lr: float = 1e-2, predictions: int = 0,
         frozen: Callable[[str], bool] | None = None, groups: bool = True, layers: int = LAYERS,
-        bucket_size: int | None = None, recompute: bool = False, torch_adam: bool = False,
+        bucket_size: int | None = None, gathered_late: bool = False, recompute: bool = False, torch_adam: bool = False,
     ) -> None:  # fmt: skip
         self.layout, self.layers, self.step = layout, layers, 0
         self.vocabulary, self.length, self.batch, self.predictions = vocabulary, length, batch, predictions
@@ -95,6 +96,7 @@ class Job:
             use_distributed_optimizer=layout.distributed,
             overlap_grad_reduce=bucket_size is not None,
             bucket_size=bucket_size,
+            overlap_param_gather=gathered_late,
         )
         self.chunks = [DistributedDataParallel(self.config, ddp, chunk) for chunk in self.chunks]
         low = layout.low
@@ -108,6 +110,7 @@ class Job:
             bf16=low and layout.optimizer != "layers",
             params_dtype=torch.bfloat16 if low else torch.float32,
             use_distributed_optimizer=layout.distributed,
+            overlap_param_gather=gathered_late,
             **(OFFLOADED if layout.offloads else {}),
             use_precision_aware_optimizer=layout.optimizer in ("offload", "aware"),
         )

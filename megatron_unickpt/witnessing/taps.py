@@ -40,8 +40,13 @@ class ChunkSurroundings(Surroundings):
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Let no gradient reach a buffer, begin no reduction, and count no loss for the log."""
-        with self._chunk.no_sync(), internals.no_gradients_added(self._chunk.parameters()), internals.logged_losses_kept():
+        """Let no gradient reach a buffer, begin no reduction and no gathering, and count no loss for the log."""
+        with (
+            self._chunk.no_sync(),
+            internals.no_gradients_added(self._chunk.parameters()),
+            internals.no_parameters_gathered(self._chunk),
+            internals.logged_losses_kept(),
+        ):
             yield
 
     def backward(

@@ -85,6 +85,19 @@ def sound_training_has_no_verdict_and_the_same_weights(folder: Path) -> None:
 
 
 @scenario(2)
+def a_repetition_before_a_step_leaves_the_gathering_after_it_alone(folder: Path) -> None:
+    """``overlap_param_gather``: the next forward pass gathers what the step has changed."""
+    losses = []
+    for options in (None, {"every": 1, "checks": ["buddy"]}):
+        job = Job(Layout(dp=2), seed=1, bucket_size=500, gathered_late=True)
+        witness = megatron_unickpt.witness(job.chunks, job.optimizer, options)
+        losses.append(job.train(4))
+        assert _told(witness) == []
+        witness.close()
+    assert losses[0] == losses[1]
+
+
+@scenario(2)
 def checkpoints_say_what_has_passed_and_a_job_goes_back_behind_a_fault(folder: Path) -> None:
     """On disk, written behind training, and in memory."""
     place, checks, layout = folder / "c", ("replicas", "rest"), Layout(dp=2)
