@@ -1,4 +1,4 @@
-"""Attributes of the modules of a model, such as counters and hidden states, that a repetition leaves as they were."""
+"""Attributes of the modules of a model, and parameters that nothing trains, that a repetition leaves as they were."""
 
 from __future__ import annotations
 
@@ -33,6 +33,39 @@ def attributes_kept(model: torch.nn.Module, counted: Callable[[], None] = lambda
             counted()
         for each in kept:
             each.restore()
+
+
+class Untrained:
+    """Parameters that nothing trains and that forward passes write to, such as running means.
+
+    The others, such as those of a base model beside adapters, are not copied. Writes through ``.data`` are not seen.
+
+    Args:
+        model: whose parameters they are among.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._noted: list[tuple[torch.nn.Parameter, int]] | None = None
+
+    def note(self) -> None:
+        """A forward pass begins. The first one finds the parameters."""
+        if self._noted is None:
+            found = (each for each in self._model.parameters() if not each.requires_grad and not each.is_inference())
+            self._noted = [(each, each._version) for each in found if not hasattr(each, "device_mesh")]
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Give the parameters that have been written to since ``note`` their values back, whatever is done meanwhile."""
+        written = [each for each, version in self._noted or () if each._version != version]
+        before = [(each, each.data_ptr(), each._version, each.detach().clone()) for each in written]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, memory, version, value in before:
+                    if parameter._version != version and (parameter.data_ptr(), parameter.shape) == (memory, value.shape):
+                        parameter.copy_(value)
 
 
 class _Attributes:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from unickpt.base.module_hooks import ModuleHook
-from unickpt.training.witness.attributes import attributes_kept
+from unickpt.training.witness.attributes import Untrained, attributes_kept
 from unickpt.training.witness.cases import Begun, Case, loaded
 from unickpt.training.witness.hashes import combined, hashes
 from unickpt.training.witness.outputs import floats, is_checkpointed
@@ -106,7 +106,7 @@ class Tap:
         ]
         self._device = self._parameters[0].device
         self._generators = generators or Generators(self._device, model)
-        self._plain = plain
+        self._plain, self._untrained = plain, Untrained(model)
         self._armed, self._repeating, self.counts = False, False, False
         self._recording: _Recording | None = None
         self._leaves: dict[int, torch.Tensor] = {}  # of the forward pass that runs now
@@ -158,7 +158,7 @@ class Tap:
         return Case(buffer.getvalue(), (recording.output, *gradients)), ""
 
     def repeat(self, data: bytes) -> tuple[int, ...]:
-        """Return the values of a case, computed here. Random generators and buffers are afterwards as before."""
+        """Return the values of a case, computed here. What the forward pass changes is afterwards as before."""
         before, of_output = self.loaded(data)
         found = [0] * (len(self.names) - 1)
 
@@ -195,6 +195,7 @@ class Tap:
         try:
             with (
                 attributes_kept(self.inner, self._counted),
+                self._untrained.kept(),
                 self._surroundings.kept(),
                 self._with_received(begun.received, watch),
             ):
@@ -301,6 +302,7 @@ class Tap:
     def _begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self._repeating or not module.training or not torch.is_grad_enabled():
             return
+        self._untrained.note()
         if self._recording is not None and self._recording.task >= 0:  # its backward pass has ended
             self._close_recording()
         if self._recording is not None and not (self._recording.output or self._recording.unsuited):

@@ -79,6 +79,36 @@ def test_a_repetition_is_equal_and_leaves_no_trace(model: Model, autocast: bool)
     assert not model._forward_hooks
 
 
+class Averaging(Model):
+    """A model whose forward pass follows the mean of its input in a parameter that nothing trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.calls = torch.nn.Parameter(torch.tensor(0), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, Any]:
+        with torch.no_grad():
+            self.calls += 1
+            self.mean.lerp_(x.mean(0), 0.1)
+        return super().forward(x, scale=scale)
+
+
+def test_a_repetition_leaves_parameters_that_nothing_trains_as_they_were() -> None:
+    model = Averaging()
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    with torch.no_grad():
+        model.first.bias.requires_grad_(False).add_(1)  # one that no forward pass writes to
+    tap = Tap(model, trained)
+    tap.arm()
+    forward(model).backward()
+    case = recorded(tap)
+    mean, calls, bias = model.mean.clone(), int(model.calls), model.first.bias._version
+    tap.repeat(case.data)
+    assert (int(model.calls), model.first.bias._version) == (calls, bias)
+    assert torch.equal(model.mean, mean)
+
+
 def test_only_the_first_micro_batch_of_an_armed_step_is_recorded(model: Model) -> None:
     tap = tap_of(model)
     forward(model).backward()
