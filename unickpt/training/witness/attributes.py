@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 MOST_BYTES = 64 << 20  # of a tensor that is copied
+MOST_ITEMS = 10_000  # of a container whose items are looked at
 _OF_TORCH = vars(torch.nn.Module()).keys() - {"training", "_buffers"}  # parameters, modules and hooks
 _CONTAINERS: Any = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
@@ -18,12 +19,12 @@ _CONTAINERS: Any = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 def attributes_kept(model: torch.nn.Module, counted: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Leave the attributes of the modules of a model as they are, whatever is done meanwhile.
 
-    Containers get back what they hold, but not what is inside of that. Small tensors that are no parameters get back their
-    values, but not those that containers hold. Of buffers, only which tensors they are.
+    Containers get back what they hold, also those that others hold. Small tensors that are no parameters get back their values,
+    also in containers. Other objects do not get back what is inside of them. Of buffers, only which tensors they are.
 
     Args:
         model: see above.
-        counted: called at the end if a number among the attributes, or the size of a container, had changed.
+        counted: called at the end if a number among the attributes and in containers, or the size of one, had changed.
     """
     kept = [_Attributes(module) for module in model.modules()]
     try:
@@ -74,15 +75,23 @@ class _Attributes:
     def __init__(self, module: torch.nn.Module) -> None:
         self._all = vars(module)
         self._kept = {name: value for name, value in self._all.items() if name not in _OF_TORCH}
-        values = self._kept.values()
-        self._containers = [(value, value.copy()) for value in values if type(value) in _CONTAINERS]
+        self._containers: list[tuple[Any, Any]] = []
+        values = list(self._kept.values())
+        seen = set()
+        for value in values:  # which gets the items of containers
+            if type(value) in (*_CONTAINERS, tuple) and id(value) not in seen:
+                seen.add(id(value))
+                if type(value) is not tuple:
+                    self._containers.append((value, value.copy()))
+                if len(value) <= MOST_ITEMS:
+                    values += value.values() if isinstance(value, dict) else value
         self._generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
         self._tensors = [(value, value._version, value.clone()) for value in values if _has_state(value)]
 
     def counted(self) -> bool:
         numbers = ((value, self._all.get(name)) for name, value in self._kept.items() if isinstance(value, (int, float)))
-        sizes = any(len(container) != len(before) for container, before in self._containers)
-        return sizes or any(isinstance(now, (int, float)) and now != before for before, now in numbers)
+        held = any(_numbers(container) != _numbers(before) for container, before in self._containers)
+        return held or any(isinstance(now, (int, float)) and now != before for before, now in numbers)
 
     def restore(self) -> None:
         for name in self._all.keys() - self._kept.keys() - _OF_TORCH:
@@ -104,6 +113,14 @@ def _has_state(value: Any) -> bool:
     """Return whether it is a plain tensor that a forward pass may write to, and that autograd does not know."""
     plain = type(value) is torch.Tensor and not (value.requires_grad or value.is_inference() or value.is_nested)
     return plain and value.numel() * value.element_size() <= MOST_BYTES
+
+
+def _numbers(container: Any) -> tuple[int, list[Any]]:
+    """Return the number of items, and the numbers among them."""
+    if len(container) > MOST_ITEMS:
+        return len(container), []
+    items = container.values() if isinstance(container, dict) else container
+    return len(container), [item for item in items if isinstance(item, (int, float))]
 
 
 def _same(container: Any, before: Any) -> bool:

@@ -81,6 +81,28 @@ def test_states_can_be_loaded_without_numpy_and_pickles(generator: Any) -> None:
         np.random.set_bit_generator(before)
 
 
+def test_what_containers_hold_is_as_before() -> None:
+    class Holding(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sums = {"n": 0, "load": torch.zeros(2), "all": [torch.zeros(1), (torch.zeros(1), {"a": 1})]}
+            self.sums["itself"] = self.sums
+
+    holding, counted = Holding(), []
+    with attributes_kept(holding, lambda: counted.append(1)):
+        holding.sums["n"] += 1
+        holding.sums["load"].add_(1)
+        first, (second, names) = holding.sums["all"]
+        first.add_(1)
+        second.add_(1)
+        names["b"] = 2
+        holding.sums["all"].append(3)
+    assert holding.sums.pop("itself") is holding.sums
+    assert holding.sums == {"n": 0, "load": holding.sums["load"], "all": [first, (second, {"a": 1})]}
+    assert [first.item(), second.item(), *holding.sums["load"].tolist()] == [0, 0, 0, 0]
+    assert counted == [1]
+
+
 def test_containers_and_new_attributes_are_as_before() -> None:
     class Holding(torch.nn.Module):
         def __init__(self) -> None:
