@@ -119,7 +119,7 @@ def _described(
         for parameter in leaf.elsewhere:
             parts = _parts(parameter, known)
             names[id(parameter)] = tuple(dict.fromkeys(part.key for part in parts))
-            for part in parts:
+            for part in parts if parameter.numel() else ():
                 tensors[str(len(tensors))] = _marker(part)
     return Named(names, frozenset(described)), tensors
 
@@ -250,6 +250,8 @@ def _sharded(parts: list[ShardedTensor], held: HeldRange, state: str, data: torc
             raise UnsupportedLayoutError(
                 f"{part.key}: {state} has the strides {data.stride()}, and the parameter of which this is a part {own.stride()}"
             )
+        if not boxes and state == MASTER and view.numel():
+            yield _marker(part)  # it may have a name of its own, as gate and up have with ``singleton_local_shards``
         for box, at in boxes:
             start = tuple(o + s for o, s in zip(part.global_offset[part.prepend_axis_num :], box.start, strict=True))
             live = data.as_strided(box.shape, view.stride(), data.storage_offset() + at - held.lo) if alike else data

@@ -301,6 +301,25 @@ def experts_in_one_parameter_load_the_state_of_single_ones(folder: Path) -> None
         assert _steps(place / "a") == _steps(place / "b")
 
 
+@scenario(2)
+def parts_of_a_parameter_with_names_of_their_own_resume(folder: Path) -> None:
+    """``singleton_local_shards``: gate and up of a layer are two tensors. A rank may hold a range of one of them."""
+    metadata = {"singleton_local_shards": True}
+    source = Job(Layout(dp=2), bucket_size=500)
+    source.train(1)
+    megatron_unickpt.save(folder / "a", source.chunks, source.optimizer, iteration=1, metadata=metadata)
+    other = Job(Layout(tp=2), seed=7)
+    megatron_unickpt.load(folder / "a", other.chunks, other.optimizer, metadata=metadata)
+    megatron_unickpt.save(folder / "b", other.chunks, other.optimizer, iteration=1, metadata=metadata)
+    if dist.get_rank() == 0:
+        expected, found = _stored(folder / "a"), _stored(folder / "b")
+        assert {"master/decoder.layers.0.mlp.linear_fc1.weight_w", "exp_avg/decoder.layers.0.mlp.linear_fc1.weight_v"} < set(
+            expected
+        )
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(value, found[key]) for key, value in expected.items())
+
+
 def _with_slow_layers(job: Job) -> Job:
     """Give a job an optimizer whose groups divide the layers: the first one, and the others. No schedule has run."""
     options = inspect.signature(get_megatron_optimizer).parameters
