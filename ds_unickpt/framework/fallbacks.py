@@ -233,6 +233,16 @@ SUPER_OFFLOAD = Fallback(
     "source; it needs CUDA)",
     _when("SuperOffload", lambda engine: wrapper_of(engine) == _SUPER_OFFLOAD),
 )
+OWN_OPTIMIZER_STATE = Fallback(
+    "an optimizer with tensors beside torch's `state` and `param_groups`: among what its own `state_dict` adds, or those of an "
+    "optimizer inside it (Lookahead)",
+    "nothing tells to which parameters they belong. Numbers that its `state_dict` adds are saved",
+)
+OWN_MODULE_STATE = Fallback(
+    "a module whose own `state_dict` has entries beside parameters, buffers and extra states, unless it is frozen, as a "
+    "quantized base model is",
+    "only the module's code can read them. Buffers, and what `get_extra_state` returns, are saved",
+)
 UNKNOWN_WRAPPER = Fallback(
     "an optimizer wrapper of DeepSpeed that this release does not know",
     "the layout of its buffers is unknown",
@@ -247,7 +257,7 @@ FALLBACKS = (
     AUTOTP_COMBINED, AUTOTP_EXPERTS, TENSOR_PARALLEL, TENSORS_ON_A_MESH, TENSORS_AND_SEQUENCES, MPU_CONTRADICTS,
     TENSOR_LAYOUT, MPU_LAYOUT,
     EXPERTS_ON_A_MESH, NESTED_EXPERTS, AUTO_EXPERTS, EXPERT_PARAMETERS, NODE_LOCAL, QUANTIZED, ZENFLOW,
-    SUPER_OFFLOAD, UNKNOWN_WRAPPER, UNKNOWN_BUFFERS,
+    SUPER_OFFLOAD, OWN_OPTIMIZER_STATE, OWN_MODULE_STATE, UNKNOWN_WRAPPER, UNKNOWN_BUFFERS,
 )  # fmt: skip
 
 

@@ -114,6 +114,7 @@ class KnownState:
         description: of the last save, or None.
         partitions: of the last save, or None.
         described: how many saves have described the tensors anew.
+        own_entries: entries of the module's state dict that only its own code gives; None before the first save.
     """
 
     names: KnownNames = field(default_factory=KnownNames)
@@ -121,3 +122,4 @@ class KnownState:
     description: KeptDescription | None = None
     partitions: PartitionFacts | None = None
     described: int = 0
+    own_entries: Sequence[str] | None = None

@@ -29,6 +29,7 @@ from ds_unickpt.framework.internals import ExpertLayer, Submodules, TiedCopy, pl
 from ds_unickpt.placing.slices import RankValues, local_shape
 from unickpt.checkpoint.save.kept import KeptFacts
 from unickpt.checkpoint.save.module_tree import ModuleTree
+from unickpt.checkpoint.state.own_entries import of_module
 
 _TIED = "tied_modules"
 _OF_TIED = re.compile(rf"{_TIED}\.([^.@]+)(?:@(\d+))?(\..+)")
@@ -256,6 +257,26 @@ def _modules(
         for prefix, layer in prefixes:
             if name == prefix or name.startswith(f"{prefix}."):
                 yield f"{layer}{name[len(prefix) :]}", child
+
+
+def own_entries(module: torch.nn.Module) -> list[str]:
+    """Return the entries of the module's state dict that neither parameters nor buffers nor extra states have, by name.
+
+    Frozen modules do not count: a job makes those of a quantized base model again. Their parameters cannot change.
+    """
+    children = internals.submodules(module)
+    volatile = internals.non_persistent_names(children)
+    found = {
+        **internals.parameters_of(children),
+        **{k: v for k, v in internals.buffers_of(children).items() if k not in volatile},
+    }
+    with_extra = {id(child) for _, child in children if type(child).get_extra_state is not torch.nn.Module.get_extra_state}
+    return of_module(module, {plain(name): each for name, each in found.items()}, with_extra, plain, _is_frozen)
+
+
+def _is_frozen(module: torch.nn.Module) -> bool:
+    parameters = list(module.parameters())
+    return bool(parameters) and not any(each.requires_grad for each in parameters)
 
 
 class KnownNames:

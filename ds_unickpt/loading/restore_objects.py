@@ -16,6 +16,7 @@ from ds_unickpt.framework.internals import plain
 from ds_unickpt.held_state import curriculum
 from ds_unickpt.held_state.beginning import Beginning
 from ds_unickpt.held_state.engine_view import EXTRA_STATE, MICRO_BATCHES, EngineView
+from ds_unickpt.held_state.names import own_entries
 from ds_unickpt.loading.dialects import SCHEDULE
 from ds_unickpt.placing.placement import Generators
 from unickpt.base.logs import logger
@@ -26,7 +27,6 @@ from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.lr_progress import Progress
 from unickpt.checkpoint.load.report import Entry, LoadReport
 from unickpt.checkpoint.state import optimizer_entries
-from unickpt.checkpoint.state.optimizer_entries import OPTIMIZERS
 from unickpt.transform.convert import training_progress
 from unickpt.transform.dialects.translated_checkpoint import TranslatedCheckpoint
 
@@ -81,7 +81,7 @@ class RestoredObjects:
         self.report.entries += [note for note in self._notes if note.outcome == "left out"]
         self._of_stages = self._extra_states_of_stages()
         source = self._generators()
-        for rank in {0, source.second, source.rank, self.view.rank}:
+        for rank in {0, 1, source.second, source.rank, self.view.rank}:
             self._rank_objects[rank] = self.checkpoint.rank_objects(rank, allow_pickle=self.options.allow_pickle).value
         sampler, saved = internals.extra_states(self.engine)[internals.SAMPLER], self._saved.get(internals.SAMPLER)
         if sampler is not None and saved is not None and self.view.rank == 0 and not self.wanted.module_only:
@@ -116,8 +116,9 @@ class RestoredObjects:
             counted = [Entry("engine", "object", "set", f"global_steps {step:,}: the checkpoint counts no samples")]
         self.report.entries += counted or [Entry("engine", "object", "restored")]
         if self.wanted.optimizer and self.view.base is not None:
-            entries = self.of_this_rank(OPTIMIZERS) or self._rank_objects[0].get(OPTIMIZERS) or ()
-            optimizer_entries.restore([[self.view.base]], entries, self.report)
+            before = int(self.checkpoint.manifest.writer.topology.get("world_size") or 1)
+            found, reason = optimizer_entries.of_rank(self._rank_objects, self.view.rank, before, self.view.world)
+            optimizer_entries.restore([[self.view.base]], found, self.report, reason)
         self._set_scheduler(saved.get("lr_scheduler"), saved.get(SCHEDULE))
         self._set_loss_scaler(saved.get("loss_scaler"))
         self._set_stateful("grad_scaler", saved.get("grad_scaler"), internals.grad_scaler(self.engine))
@@ -235,6 +236,10 @@ class RestoredObjects:
             else:
                 self._object(f"{EXTRA_STATE}.{name}", "left out", "this job has no such module")
         self._object(EXTRA_STATE, "restored")
+        for name in own_entries(self.engine.module):
+            self._object(
+                name, "left out", "only the module's own state dict has it, which unickpt does not store: it keeps its value"
+            )
 
     def _extra_states_of_stages(self) -> dict[str, Any]:
         """Return the extra states that other pipeline stages than the first one stored, for the modules of this rank."""

@@ -13,18 +13,19 @@ import torch
 
 from ds_unickpt.batch import batches
 from ds_unickpt.framework import internals
-from ds_unickpt.framework.fallbacks import require_supported
+from ds_unickpt.framework.fallbacks import OWN_MODULE_STATE, OWN_OPTIMIZER_STATE, require_supported
 from ds_unickpt.framework.partitions import Partition, states_of
 from ds_unickpt.held_state import curriculum, owned_states, vocabulary
 from ds_unickpt.held_state.engine_view import EXTRA_STATE, MICRO_BATCHES, SCALARS, EngineView
 from ds_unickpt.held_state.kept_description import KeptDescription, KnownState, PartitionFacts, ReadState
-from ds_unickpt.held_state.names import ModuleNames
+from ds_unickpt.held_state.names import ModuleNames, own_entries
 from ds_unickpt.held_state.optimizer_record import RankScalars, layout_of, listed_names, record_of
 from ds_unickpt.placing import megatron_deepspeed
 from ds_unickpt.placing.placement import Placement
 from ds_unickpt.placing.slices import Slices
 from ds_unickpt.saving.captured_tensors import add_buffers, add_optimized, add_others, stored_buffers
 from unickpt import __version__
+from unickpt.base.listing import some
 from unickpt.base.options.job import Options
 from unickpt.checkpoint.coordination.message_exchange import Message
 from unickpt.checkpoint.format.checksums import digest
@@ -84,6 +85,13 @@ class EngineState(EngineView):
     def supported(self) -> bool:
         """True. Raises UnsupportedLayoutError if unickpt does not support the job."""
         require_supported(self.engine)
+        unplaced = "" if self.base is None else optimizer_entries.unplaced(self.base)
+        if unplaced:
+            raise OWN_OPTIMIZER_STATE.error(f"{type(self.base).__name__} has {unplaced}")
+        if self.known.own_entries is None:
+            self.known.own_entries = own_entries(self.engine.module)
+        if self.known.own_entries:
+            raise OWN_MODULE_STATE.error(f"modules with state of their own in the state dict ({some(self.known.own_entries)})")
         return True
 
     @cached_property

@@ -210,8 +210,8 @@ class RestoredObjects:
                 self._note(name, "left out", f"saved from {stored}, this job has {kind}, which cannot be moved to a step")
 
     def _set_optimizers(self) -> None:
-        found = self._ranks.get(self.rank, self._ranks.get(0, {})).get(OPTIMIZERS) or ()
-        optimizer_entries.restore(chains(self.own.optimizer), found, self.report)
+        found, reason = optimizer_entries.of_rank(self._ranks, self.rank, self.before, self.world)
+        optimizer_entries.restore(chains(self.own.optimizer), found, self.report, reason)
 
     def _set_loader(self) -> None:
         loader = self.own.loader

@@ -12,9 +12,9 @@ from unickpt.api.holders import Holders
 from unickpt.base.errors import MismatchError
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
+from unickpt.checkpoint.state.own_entries import of_module
 
 EXTRA_STATE = "module_extra_state"  # as the adapter for DeepSpeed stores it; the shared objects of other ranks start with it
-_KEY = "_extra_state"  # of torch, in a state dict
 _NO_TENSORS = "only the module's own state dict has it, which no checkpoint stores: it keeps this job's value"
 
 
@@ -45,32 +45,8 @@ def own_entries(module: torch.nn.Module, names: Names) -> list[str]:
     """
     module = without_ddp(module)
     tensors = {**names.parameters, **names.buffers}
-    known, held = {*tensors, *names.aliases}, set(map(id, tensors.values()))
-    with_extra = set(map(id, names.extra.values()))
-    named = module.named_modules(remove_duplicate=False)
-    extra = {plain(f"{prefix}.{_KEY}" if prefix else _KEY) for prefix, child in named if id(child) in with_extra}
-    found: dict[str, None] = {}
-    for prefix, child in module.named_modules():
-        if not _has_own_code(child):
-            continue
-        try:
-            entries = child.state_dict(keep_vars=True)
-        except Exception as err:  # of the program, and no reason not to save the rest
-            entries = {f"state_dict of {type(child).__name__} ({type(err).__name__}: {err})": None}
-        for key, value in entries.items():
-            name = plain(f"{prefix}.{key}" if prefix else str(key))
-            if name not in known and name not in extra and id(value) not in held:
-                found[name] = None
-    return list(found)
-
-
-def _has_own_code(module: torch.nn.Module) -> bool:
-    """Whether other code than that of all modules, and of FSDP, gives entries of a module's state dict."""
-    kind, base = type(module), torch.nn.Module
-    if kind.state_dict is not base.state_dict or kind._save_to_state_dict is not base._save_to_state_dict:
-        return True
-    hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
-    return any(not str(getattr(each, "__module__", "")).startswith("torch.distributed.") for each in hooks)
+    aliases = {alias: tensors[name] for alias, name in names.aliases.items() if name in tensors}
+    return of_module(module, {**aliases, **tensors}, set(map(id, names.extra.values())), plain)
 
 
 class RestoredExtraStates:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from unickpt.checkpoint.format.object_encoder import digest_of
 from unickpt.checkpoint.load.report import LoadReport
 
 OPTIMIZERS = "optimizers"  # key among the objects of a rank
 _BASE = frozenset({"state", "param_groups"})
+_DEEPEST = 8  # containers in containers that are searched for tensors
 _ADD_NOTHING = frozenset({"AcceleratedOptimizer", "LightningOptimizer"})  # wrappers with the state dict of what is inside
 
 
@@ -25,6 +27,39 @@ def captured(chains: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
     """
     found = [{"class": type(each).__name__, "entries": _entries(each, inner)} for each, inner in _levels(chains)]
     return found if any(each["entries"] for each in found) else []
+
+
+def unplaced(optimizer: torch.optim.Optimizer) -> str:
+    """Return which tensors an optimizer has beside its states that only its own layout can place; '' if it has none."""
+    others = (other for other in vars(optimizer).values() if isinstance(other, torch.optim.Optimizer))
+    inside = next((other for other in others if other is not optimizer and other.state is not optimizer.state), None)
+    if inside is not None:
+        return f"another optimizer inside ({type(inside).__name__}), with states of its own"
+    found = [str(key) for key, value in _entries(optimizer, optimizer).items() if _has_tensors(value)]
+    return f"tensors of its own in its state dict ({', '.join(found)})" if found else ""
+
+
+def _has_tensors(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    inside = isinstance(value, (list, tuple, set)) and depth < _DEEPEST and any(_has_tensors(each, depth + 1) for each in value)
+    return isinstance(value, torch.Tensor) or inside
+
+
+def of_rank(ranks: Mapping[int, Mapping[str, Any]], rank: int, before: int, world: int) -> tuple[Sequence[Any], str]:
+    """Return what this rank restores, and why it restores nothing, or ''.
+
+    Args:
+        ranks: the objects of ranks of the saving job: of rank 0, of rank 1 if there was one, and of this one if there was.
+        rank: this rank.
+        before, world: number of ranks of the saving job, and of this one.
+    """
+    first, second = (ranks.get(number, {}).get(OPTIMIZERS) or () for number in (0, 1))
+    if before == world:
+        return ranks.get(rank, {}).get(OPTIMIZERS) or (), ""
+    if before > 1 and digest_of(list(first)) != digest_of(list(second)):
+        return (), f"the {before} ranks that saved have different values, and this job has another number of ranks"
+    return first, ""
 
 
 def _levels(chains: Sequence[Sequence[Any]]) -> list[tuple[Any, torch.optim.Optimizer]]:
@@ -52,13 +87,14 @@ def _is_state_dict(value: Any) -> bool:
     return isinstance(value, Mapping) and value.keys() >= _BASE
 
 
-def restore(chains: Sequence[Sequence[Any]], saved: Sequence[Mapping[str, Any]], report: LoadReport) -> None:
+def restore(chains: Sequence[Sequence[Any]], saved: Sequence[Mapping[str, Any]], report: LoadReport, reason: str = "") -> None:
     """Give the optimizers their entries. The states and groups of those that hold states stay as they are.
 
     Args:
         chains: of this rank, as for ``captured``.
         saved: as of ``captured``.
         report: gets a line for each entry.
+        reason: why nothing is restored, or ''.
     """
     levels = _levels(chains)
     for at, (each, inner) in enumerate(levels):
@@ -75,7 +111,7 @@ def restore(chains: Sequence[Sequence[Any]], saved: Sequence[Mapping[str, Any]],
         for key in entries:
             report.add(f"{label}{key}", "object", "left out" if failed else "restored", failed)
         for key in held.keys() - entries.keys():
-            report.add(f"{label}{key}", "object", "left out", "none was saved: it keeps its own value")
+            report.add(f"{label}{key}", "object", "left out", f"{reason or 'none was saved'}: it keeps its own value")
 
 
 @contextlib.contextmanager
