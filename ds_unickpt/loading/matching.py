@@ -224,7 +224,10 @@ _OF_TOKENS = re.compile(r"embed|wte|vocab|output_layer|(?:^|[._])head\b", re.IGN
 def _remedy(name: str, kind: str, stored: tuple[int, ...], own: tuple[int, ...]) -> str:
     """Return what helps against another shape, as the end of its line: '' if only another model does."""
     if kind == "buffer":
-        return " (a buffer, whose shape follows from the settings of the model: use those of the saved job)"
+        return (
+            " (a buffer, whose shape follows from the settings of the model: use those of the saved job. If it follows from "
+            "the data, as the scales of fake quantization, run one forward pass before the load)"
+        )
     if _OF_TOKENS.search(name) and len(stored) == len(own) > 0 and stored[1:] == own[1:]:
         return " (if the rows are tokens, 'unickpt edit --vocabulary' gives the checkpoint another number of them)"
     return ""

@@ -171,4 +171,51 @@ def another_shape_has_the_remedy_that_fits(folder: Path) -> None:
     message = str(raised.value)
     assert "head.weight: (31, 15) in the checkpoint, (40, 15) in this job (if the rows are tokens, 'unickpt edit" in message
     assert "scale: (3, 5) in the checkpoint, (4, 5) in this job (a buffer, whose shape follows" in message
+    assert "run one forward pass before the load" in message
     assert message.count("--vocabulary") == 1
+
+
+class _Quantized(torch.nn.Module):
+    """Quantization-aware training: scales per channel get their shape in the first forward pass."""
+
+    def __init__(self) -> None:
+        from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
+
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+        self.rounded = FakeQuantize(
+            MovingAveragePerChannelMinMaxObserver, -128, 127, dtype=torch.qint8, qscheme=torch.per_channel_symmetric
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.nn.functional.linear(x, self.rounded(self.layer.weight)) ** 2).mean()
+
+
+@scenario(1)
+def buffers_that_take_the_shape_of_data_load_after_one_forward_pass(folder: Path) -> None:
+    config = {
+        "train_batch_size": 2, "unickpt": {"enabled": True}, "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+    }  # fmt: skip
+
+    def engine_of(seed: int) -> Any:
+        torch.manual_seed(seed)
+        net = _Quantized()
+        return deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
+
+    def losses(engine: Any) -> list[float]:
+        found = []
+        for _ in range(2):
+            loss = engine(torch.ones(2, 4))
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        return found
+
+    source, target = engine_of(1), engine_of(2)
+    losses(source)
+    source.save_checkpoint(str(folder))
+    with pytest.raises(MismatchError, match="run one forward pass before the load"):
+        target.load_checkpoint(str(folder))
+    target(torch.zeros(2, 4))
+    target.load_checkpoint(str(folder))
+    assert losses(target) == losses(source)
