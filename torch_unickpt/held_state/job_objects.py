@@ -184,8 +184,9 @@ class RestoredObjects:
         self._set_generators()
 
     def client_state(self) -> dict[str, Any]:
-        """Return what the caller of the save passed."""
-        return dict(self._saved.get(CLIENT) or {})
+        """Return what the caller of the save passed: on the same number of ranks that of this rank, if it had others."""
+        own = self._ranks.get(self.rank, {}).get(CLIENT) if self.before == self.world else None
+        return dict(self._saved.get(CLIENT) or {}) if own is None else dict(own)
 
     def samples(self) -> int:
         """Return the number of samples of the steps that were done; 0 if the saving job did not count them."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from torch_unickpt.edge import RUNTIME
 from torch_unickpt.held_state import module_states
-from torch_unickpt.held_state.job_objects import JobObjects, schedulers_of
+from torch_unickpt.held_state.job_objects import CLIENT, JobObjects, schedulers_of
 from torch_unickpt.held_state.known_training import TrainingState, trained
 from torch_unickpt.held_state.names import Names, facts_of, topology_of
 from torch_unickpt.held_state.optimizers import unwrapped
@@ -29,6 +29,7 @@ from unickpt.base.logs import logger, make_visible
 from unickpt.base.options.job import MemoryOptions
 from unickpt.checkpoint.coordination.message_exchange import Message
 from unickpt.checkpoint.format.manifest import OptimizerRecord, Writer
+from unickpt.checkpoint.format.object_encoder import digest_of
 from unickpt.checkpoint.save.late_copy import silent_steps
 from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveRequest, SaveResult
 from unickpt.checkpoint.save.shards import Contribution
@@ -77,7 +78,8 @@ def save_training(
         scheduler: learning-rate scheduler, or several.
         loader: data loader of this rank with ``state_dict``. See ``ReshardableLoader``.
         stateful: further objects with ``state_dict`` and ``load_state_dict``, by name. Rank 0's states are stored.
-        client_state: further values ([types](../format.md#8-objects)). Rank 0's are stored.
+        client_state: further values ([types](../format.md#8-objects)): rank 0's, and on the same number of ranks each rank's
+            own.
         save_latest: write the tag to ``<save_dir>/latest``.
         options: retention, upload, ``asynchronous``.
         memory: save [into the memory of the hosts](../../guides/memory.md), and each ``to_disk_every``-th time to disk. The
@@ -114,7 +116,7 @@ def save_training(
     origin = asdict(RUNTIME.owners.origin(owner))
 
     def announce() -> Message:
-        return {"samples": {} if state is None else state.samples()}
+        return {"samples": {} if state is None else state.samples(), CLIENT: digest_of(dict(client_state or {}))}
 
     def contribute(announced: Message) -> Contribution:
         assert state is not None
@@ -124,11 +126,14 @@ def save_training(
         record = state.record()
         first = ranks.rank == 0
         extra = module_states.captured(state.names, holders, ranks.rank)
+        own = objects.of_rank()
+        if not first and digest_of(dict(client_state or {})) != announced[CLIENT]:
+            own[CLIENT] = dict(client_state or {})
         return Contribution(
             held.shards, step, _writer(model, state.names, len(ranks.ranks), origin), tensors=held.listed,
             optimizer=record if first else None, optimizer_part=None if first else _part(record, holders, ranks.rank),
             aliases=state.names.aliases, objects=objects.captured(step, samples, client_state or {}, extra) if first else {},
-            shared_objects={} if first else module_states.shared(extra), rank_objects=objects.of_rank(), unsteady=unsteady,
+            shared_objects={} if first else module_states.shared(extra), rank_objects=own, unsteady=unsteady,
             bound=held.bound, keeper=held.keeper, different=() if first else different(state.samples(), announced["samples"]),
             witness=RUNTIME.passed(model, save_dir) if first else None,
         )  # fmt: skip

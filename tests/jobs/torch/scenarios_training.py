@@ -341,6 +341,17 @@ def buffers_that_differ_between_ranks_are_those_of_the_first(folder: Path) -> No
 
 
 @scenario(2)
+def each_rank_gets_its_own_client_state_back(folder: Path) -> None:
+    rank, model = dist.get_rank(), torch.nn.Linear(2, 2)
+    for number, client in enumerate(({"cursor": 7}, {"cursor": rank, "seen": torch.arange(rank)}, {} if rank else {"a": 1})):
+        unickpt.save_training(model, None, folder / str(number), step=1, client_state=client)
+        found = unickpt.load_training(model, None, folder / str(number)).client_state
+        assert repr(found) == repr(client)
+        objects = Checkpoint.open(folder / str(number)).rank_objects(1).value
+        assert ("client_state" in objects) == (number > 0)
+
+
+@scenario(2)
 def plain_parameters_that_differ_between_ranks_are_told(folder: Path) -> None:
     job = job_of("ddp2", 1)
     job.train(1)
