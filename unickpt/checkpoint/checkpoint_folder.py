@@ -12,7 +12,7 @@ from unickpt.checkpoint.format import manifest as manifest_module
 from unickpt.checkpoint.format.file_names import MODEL_FILES, MODEL_FOLDER, MODEL_TEMPLATES
 from unickpt.checkpoint.format.layout import LATEST_FILE
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, check_path
-from unickpt.checkpoint.storage.base import Storage, split
+from unickpt.checkpoint.storage.base import Storage, is_url, split
 from unickpt.checkpoint.storage.open import open_storage
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's scripts name it so (megatron/training/checkpointing.py)
@@ -69,15 +69,17 @@ def plain_tag(tag: str, folder: str | os.PathLike[str]) -> str:
 def latest_tag(folder: str | os.PathLike[str]) -> str | None:
     """Return the tag in the file ``latest`` of a folder, or None if there is no such file.
 
+    A person may have made ``latest`` a symbolic link to a checkpoint of the folder. It then names that one.
+
     Raises:
-        FormatError: the file does not hold the plain name of a directory.
+        FormatError: the file does not hold the plain name of a directory, or the link leads elsewhere.
         StorageError: the storage cannot read it.
     """
     place = open_storage(folder)
     size = place.size_bytes(LATEST_FILE)
-    if size is None:
-        return None
     where = place.where(LATEST_FILE)
+    if size is None:
+        return None if is_url(where) or not os.path.islink(where) else check_path(_linked(where), where=where)
     try:
         tag = place.read(LATEST_FILE, 0, min(size, _MAX_LATEST_BYTES)).decode("utf-8").strip()
     except UnicodeDecodeError:
@@ -85,6 +87,17 @@ def latest_tag(folder: str | os.PathLike[str]) -> str | None:
     if not tag or size > _MAX_LATEST_BYTES:
         raise FormatError(f"{where}: does not hold the name of a checkpoint")
     return check_path(tag, where=where)
+
+
+def _linked(link: str) -> str:
+    """Return the name of the directory beside a symbolic link to which it leads. Raises FormatError."""
+    target = os.path.realpath(link)
+    if os.path.isdir(target) and os.path.dirname(target) == os.path.realpath(os.path.dirname(link)):
+        return os.path.basename(target)
+    raise FormatError(
+        f"{link}: is a symbolic link to {os.readlink(link)}, which is no checkpoint beside it. Write the name of one into a "
+        "file in place of the link"
+    )
 
 
 def complete_checkpoints(folder: str | os.PathLike[str]) -> list[tuple[int, str]]:

@@ -16,7 +16,7 @@ from unickpt.base.errors import FormatError, StorageError, UnickptError
 from unickpt.checkpoint.checkpoint_folder import TRACKER, complete_checkpoints, latest_tag, tracked_iteration
 from unickpt.checkpoint.format.layout import LOCK_FILE
 from unickpt.checkpoint.format.witnessed import Passed, WitnessFault
-from unickpt.checkpoint.load.candidates import Candidates
+from unickpt.checkpoint.load.candidates import Candidates, CandidateTag
 from unickpt.checkpoint.load.folders import newest
 from unickpt.checkpoint.save import retention
 from unickpt.checkpoint.save.requests import SaveOptions
@@ -58,6 +58,23 @@ def test_a_latest_file_without_checkpoint_selects_the_newest(tmp_path: Path, con
     assert choice.tag == "b"
     assert "latest" in choice.notes[0]
     assert order(candidates) == ["a", None]
+
+
+@pytest.mark.parametrize("target", ["a", "{}/a", "missing", ".."])
+def test_latest_may_be_a_link_to_a_checkpoint_beside_it(tmp_path: Path, target: str) -> None:
+    folder = tmp_path / "run"
+    saved(folder, "a", "b")
+    (folder / "latest").unlink()
+    (folder / "latest").symlink_to(target.format(folder))
+    choice = Candidates(folder).next()
+    if target.endswith("a"):
+        assert choice == CandidateTag("a")
+    else:
+        assert choice.tag == "b"
+        assert "latest: is a symbolic link to missing" in choice.notes[0] or "latest leads outside" in choice.notes[0]
+    if target != "..":
+        saved(folder, "c")
+        assert (folder / "latest").read_text() == "c"
 
 
 def test_without_latest_megatrons_tracker_file_counts(tmp_path: Path) -> None:
