@@ -75,8 +75,9 @@ def chains(given: Any) -> list[list[Any]]:
     Raises:
         ConfigError: a value is not an optimizer.
     """
+    listed = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
     found = []
-    for each in given if isinstance(given, (list, tuple)) else [] if given is None else [given]:
+    for each in (one for several in listed for one in _contained(several)):
         chain = [each]
         while (inner := _inside(chain[-1])) is not None:
             chain.append(inner)
@@ -84,6 +85,14 @@ def chains(given: Any) -> list[list[Any]]:
             raise ConfigError(f"optimizer: expected a torch.optim.Optimizer or a list of them, got {type(each).__name__}")
         found.append(chain)
     return found
+
+
+def _contained(each: Any) -> list[Any]:
+    """Return the optimizers in a container without states, such as torchtitan's; otherwise the value itself."""
+    inside = getattr(each, "optimizers", None)
+    if not isinstance(inside, (list, tuple)) or not inside or getattr(each, "state", None):
+        return [each]
+    return list(inside) if all(isinstance(one, torch.optim.Optimizer) for one in inside) else [each]
 
 
 def _inside(each: Any) -> torch.optim.Optimizer | None:

@@ -166,6 +166,23 @@ class Looking:
                 p.copy_(slow.lerp_(p, 0.5))
 
 
+class Container(torch.optim.Optimizer):
+    """Steps with several optimizers, as that of torchtitan."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params, {"lr": 0.1})
+        self.optimizers = [torch.optim.AdamW([each], lr=0.01) for each in params]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for each in self.optimizers:
+            each.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002 - torch's signature
+        for each in self.optimizers:
+            each.step()
+
+
 def _trained(model: torch.nn.Module, optimizer: Any, *numbers: int) -> list[float]:
     losses = []
     for number in numbers:
@@ -181,7 +198,11 @@ def _trained(model: torch.nn.Module, optimizer: Any, *numbers: int) -> list[floa
     return losses
 
 
-@pytest.mark.parametrize("make", [Sharp, lambda params: Looking(torch.optim.AdamW(params, lr=0.01))], ids=["sharp", "looking"])
+def _looking(params: Any) -> Looking:
+    return Looking(torch.optim.AdamW(params, lr=0.01))
+
+
+@pytest.mark.parametrize("make", [Sharp, _looking, Container], ids=["sharp", "looking", "container"])
 @pytest.mark.parametrize("stepped", [0, 1])
 def test_of_an_optimizer_with_another_one_inside(make: Any, stepped: int, tmp_path: Path) -> None:
     def made(seed: int) -> tuple[torch.nn.Module, Any]:
