@@ -14,7 +14,9 @@ from unickpt.checkpoint.format.object_encoder import digest_of
 from unickpt.checkpoint.load.report import LoadReport
 
 OPTIMIZERS = "optimizers"  # key among the objects of a rank
+STATE = "state"  # key of an optimizer there
 _BASE = frozenset({"state", "param_groups"})
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _DEEPEST = 8  # containers in containers that are searched for tensors
 _ADD_NOTHING = frozenset({"AcceleratedOptimizer", "LightningOptimizer"})  # wrappers with the state dict of what is inside
 
@@ -25,8 +27,19 @@ def captured(chains: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
     Args:
         chains: each optimizer that holds states behind the wrappers around it, the outermost first.
     """
-    found = [{"class": type(each).__name__, "entries": _entries(each, inner)} for each, inner in _levels(chains)]
-    return found if any(each["entries"] for each in found) else []
+    found = [
+        {"class": type(each).__name__, "entries": _entries(each, inner), **({STATE: keyed} if (keyed := _keyed(each)) else {})}
+        for each, inner in _levels(chains)
+    ]
+    return found if any(each["entries"] or STATE in each for each in found) else []
+
+
+def _keyed(each: Any) -> dict[Any, Any]:
+    """Return the states under keys that are no parameters, such as ``optimizer.state["step"]``."""
+    state = vars(each).get("state") if isinstance(each, torch.optim.Optimizer) else None
+    if not isinstance(state, Mapping) or set(map(type, state)) <= _TENSORS:
+        return {}
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
 def unplaced(optimizer: torch.optim.Optimizer) -> str:
@@ -35,7 +48,8 @@ def unplaced(optimizer: torch.optim.Optimizer) -> str:
     inside = next((other for other in others if other is not optimizer and other.state is not optimizer.state), None)
     if inside is not None:
         return f"another optimizer inside ({type(inside).__name__}), with states of its own"
-    found = [str(key) for key, value in _entries(optimizer, optimizer).items() if _has_tensors(value)]
+    every = {**_entries(optimizer, optimizer), **_keyed(optimizer)}
+    found = [str(key) for key, value in every.items() if _has_tensors(value)]
     return f"tensors of its own in its state dict ({', '.join(found)})" if found else ""
 
 
@@ -110,6 +124,12 @@ def restore(chains: Sequence[Sequence[Any]], saved: Sequence[Mapping[str, Any]],
                 failed = f"its load_state_dict raised {type(err).__name__}: {err}"
         for key in entries:
             report.add(f"{label}{key}", "object", "left out" if failed else "restored", failed)
+        keyed = _keyed(each)
+        for key, value in stored.get(STATE, {}).items():
+            each.state[key] = value
+            report.add(f"{label}state[{key!r}]", "object", "restored")
+        for key in keyed.keys() - stored.get(STATE, {}).keys():
+            report.add(f"{label}state[{key!r}]", "object", "left out", f"{reason or 'none was saved'}: it keeps its own value")
         for key in held.keys() - entries.keys():
             report.add(f"{label}{key}", "object", "left out", f"{reason or 'none was saved'}: it keeps its own value")
 

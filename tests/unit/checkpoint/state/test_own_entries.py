@@ -84,6 +84,20 @@ def test_entries_of_an_optimizer() -> None:
     assert optimizer_entries.captured([[made(torch.optim.AdamW)]]) == []
 
 
+def test_states_that_belong_to_no_parameter() -> None:
+    source, target, report = made(torch.optim.AdamW), made(torch.optim.AdamW), LoadReport()
+    source.state["step"] = {"done": 3}
+    target.state["step"], target.state["more"] = {"done": 1}, 5
+    found = optimizer_entries.captured([[source]])
+    optimizer_entries.restore([[target]], found, report)
+    assert (target.state["step"], target.state["more"]) == ({"done": 3}, 5)
+    assert [(each.name, each.outcome) for each in report.entries] == [
+        ("optimizer.state['step']", "restored"), ("optimizer.state['more']", "left out"),
+    ]  # fmt: skip
+    source.state["mean"] = torch.ones(2)
+    assert optimizer_entries.unplaced(source) == "tensors of its own in its state dict (mean)"
+
+
 def _saved(*counts: Any) -> dict[int, dict[str, Any]]:
     return {rank: {OPTIMIZERS: [{"class": "Counting", "entries": {"count": count}}]} for rank, count in enumerate(counts)}
 
