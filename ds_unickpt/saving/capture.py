@@ -184,7 +184,7 @@ def contribution(state: EngineState, announced: Message) -> Contribution:
         rank_objects["client_state"] = dict(state.client_state)
     if state.scalars is not None:
         rank_objects[SCALARS] = state.scalars.to_object()
-    if state.base is not None and (entries := optimizer_entries.captured([[state.base]])):
+    if state.base is not None and (entries := optimizer_entries.captured([[state.base]]).stored):
         rank_objects[OPTIMIZERS] = entries
     return Contribution(
         shards=tensors.shards,

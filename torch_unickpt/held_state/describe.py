@@ -94,7 +94,7 @@ def description(items: Iterable[Item], holders: Holders, group: Group, *, steady
         if data.layout != torch.strided:
             kind = str(data.layout).removeprefix("torch.")
             raise ConfigError(
-                f"{item.key[0]} ({item.key[1]}): has the layout {kind}, which is not supported. Hold a dense tensor"
+                f"{item.key[0]} ({item.key[1]}): has the layout {kind}, which is not supported. Use a dense tensor"
             )
         info = TensorInfo(*item.key, name_of(data.dtype, f"{item.key[0]} ({item.key[1]})"), shards[0].global_shape, item.kind)
         found.tensors.append(info)

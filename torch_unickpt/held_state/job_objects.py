@@ -13,6 +13,7 @@ from torch_unickpt.held_state.optimizers import chains
 from unickpt.api.dtensors import is_dtensor
 from unickpt.base.errors import ConfigError, MismatchError
 from unickpt.base.listing import some
+from unickpt.checkpoint.format.object_encoder import MAX_DEPTH
 from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
@@ -22,6 +23,7 @@ from unickpt.transform.convert import training_progress
 
 ENGINE, SCHEDULER, MORE_SCHEDULERS, STATEFUL, CLIENT = "engine", "lr_scheduler", "lr_schedulers", "stateful", "client_state"
 RNG, LOADER = "rng", "data_loader"  # of each rank
+_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +65,20 @@ class JobObjects:
         parts = list(_parts(found, "", set()))
         if parts:
             raise ConfigError(
-                f"{some(parts)}: is divided among the ranks (DTensor), and of an object the state of rank 0 alone is stored. "
+                f"{some(parts)}: divided among the ranks (DTensor), but only rank 0's state of an object is stored. "
                 'Save its module with the model, as torch.nn.ModuleDict({"model": model, "ema": ema}), or give whole tensors '
                 "(full_tensor() on all ranks)"
             )
         return found
 
-    def of_rank(self) -> dict[str, Any]:
-        """Return the state of this rank alone."""
-        entries = optimizer_entries.captured(chains(self.optimizer))
+    def of_rank(self) -> tuple[dict[str, Any], list[str]]:
+        """Return the state of this rank alone, and what is not stored of its optimizers, each with the reason."""
+        added = optimizer_entries.captured(chains(self.optimizer))
         return {
             RNG: rng.capture(),
             **({} if self.loader is None else {LOADER: self.loader.state_dict()}),
-            **({OPTIMIZERS: entries} if entries else {}),
-        }
+            **({OPTIMIZERS: added.stored} if added.stored else {}),
+        }, added.left_out
 
 
 def schedulers_of(given: Any) -> list[Any]:
@@ -100,11 +102,11 @@ def _parts(value: Any, path: str, seen: set[int]) -> Iterator[str]:
             yield path
         return
     listed = isinstance(value, (list, tuple))
-    if not (listed or isinstance(value, Mapping)) or id(value) in seen:
+    if not (listed or isinstance(value, Mapping)) or id(value) in seen or path.count(".") + path.count("[") > MAX_DEPTH:
         return
     seen.add(id(value))
     for key, each in enumerate(value) if listed else value.items():
-        if isinstance(each, (Mapping, list, tuple, torch.Tensor)):
+        if type(each) not in _PLAIN and isinstance(each, (Mapping, list, tuple, torch.Tensor)):
             yield from _parts(each, f"{path}[{key}]" if listed else f"{path}.{key}".lstrip("."), seen)
 
 
@@ -201,9 +203,13 @@ class RestoredObjects:
         for at, target in enumerate(map(_inner, self.own.schedulers)):
             name = SCHEDULER if not at else f"{SCHEDULER}[{at}]"
             saved, kind = states[at] if at < len(states) else None, type(target).__name__
+            inside = getattr(target, "scheduler", None)
             if isinstance(saved, Mapping) and saved.get("class") in (kind, None):
                 target.load_state_dict(saved["state"])
                 self._note(name, "restored")
+            elif isinstance(saved, Mapping) and inside is not None and saved.get("class") == type(inside).__name__:
+                inside.load_state_dict(saved["state"])  # an earlier release saved no more of it
+                self._note(name, "restored", f"the {saved['class']} in it; {kind} itself keeps its own state")
             elif training_progress.move(target, progress):
                 self._note(name, "set", f"{kind} of this job is set to step {progress.steps:,}")
             else:

@@ -72,6 +72,9 @@ class _Kept:
     scalar: CommonScalar | None
 
 
+_SAMPLED = 2  # saves: the first one, and one with states
+
+
 @dataclass
 class KnownTraining:
     """What the saves of one model keep for each other. It holds no memory of tensors.
@@ -80,11 +83,13 @@ class KnownTraining:
         names: of the module.
         described: how many saves have described the tensors anew.
         own_entries: entries of the model's state dict that no save stores; None before the first save.
+        sampled: how many saves have compared parameters with those of other ranks.
     """
 
     names: KnownNames = field(default_factory=KnownNames)
     described: int = 0
     own_entries: Sequence[str] | None = None
+    sampled: int = 0
     _kept: _Kept | None = None
 
     def read(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group) -> TrainingState:
@@ -127,8 +132,9 @@ class TrainingState:
         self.meshes = mesh_digests((item.key, item.value) for item in self._items if is_dtensor(item.value))
 
     def samples(self) -> dict[str, str]:
-        """Return samples of the parameters that other ranks may hold as copies; none if an earlier save has had them."""
-        items = self._items if len(self._group.ranks) > 1 else []
+        """Return samples of the parameters that other ranks may hold as copies; none if earlier saves have had them."""
+        items = self._items if len(self._group.ranks) > 1 and self._known.sampled < _SAMPLED else []
+        self._known.sampled += bool(items)
         return samples_of({each.key[0]: each.value for each in items if each.kind == "parameter" and each.plain})  # type: ignore[misc]
 
     def record(self) -> OptimizerRecord | None:

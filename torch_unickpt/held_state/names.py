@@ -121,7 +121,7 @@ def names_of(module: torch.nn.Module) -> Names:
             buffers[name] = buffer
     lazy = [name for name, each in {**parameters, **buffers}.items() if is_lazy(each)]
     if lazy:
-        raise ConfigError(f"{some(lazy)}: has no shape yet (torch.nn.Lazy...). Call the model once before, as in training")
+        raise ConfigError(f"{some(lazy)}: no shape yet (torch.nn.Lazy...). Call the model once before, as in training")
     extra = {plain(name): child for name, child in module.named_modules() if _has_extra_state(child)}
     return Names(parameters, buffers, aliases, of, extra)
 

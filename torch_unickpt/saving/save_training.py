@@ -18,7 +18,7 @@ from torch_unickpt.held_state.job_objects import CLIENT, JobObjects, schedulers_
 from torch_unickpt.held_state.known_training import TrainingState, trained
 from torch_unickpt.held_state.names import Names, facts_of, topology_of
 from torch_unickpt.held_state.optimizers import unwrapped
-from torch_unickpt.held_state.samples import different
+from torch_unickpt.held_state.samples import different, message
 from unickpt import __version__
 from unickpt.api.group import Group, exchange_of
 from unickpt.api.holders import Holders, agreed_holders
@@ -116,17 +116,18 @@ def save_training(
     origin = asdict(RUNTIME.owners.origin(owner))
 
     def announce() -> Message:
-        return {"samples": {} if state is None else state.samples(), CLIENT: digest_of(dict(client_state or {}))}
+        return {"samples": message({} if state is None else state.samples()), CLIENT: digest_of(dict(client_state or {}))}
 
     def contribute(announced: Message) -> Contribution:
         assert state is not None
+        own, left_out = objects.of_rank()  # first: code of the program runs on all ranks, and may raise afterwards
         silent = next(filter(None, map(silent_steps, state.optimizers.optimizers)), "")
         unsteady = silent if state.optimizers.optimizers else "the save has no optimizer"
         held = state.described(holders, steady=not unsteady)
         record = state.record()
         first = ranks.rank == 0
         extra = module_states.captured(state.names, holders, ranks.rank)
-        own = objects.of_rank()
+        _tell_of_optimizers(left_out if first else ())
         if not first and digest_of(dict(client_state or {})) != announced[CLIENT]:
             own[CLIENT] = dict(client_state or {})
         return Contribution(
@@ -170,6 +171,16 @@ def _tell(own_entries: Sequence[str]) -> None:
             "unickpt: %s: only the module's own code for a state dict gives this, so it is NOT saved. Register it as a buffer, "
             "return it by get_extra_state, or pass an object with state_dict and load_state_dict as stateful=",
             some(own_entries),
+        )
+
+
+def _tell_of_optimizers(left_out: Sequence[str]) -> None:
+    """Say once which state of optimizers no save stores."""
+    if left_out and RUNTIME.is_news(f"optimizers {' '.join(left_out)}"):
+        logger.warning(
+            "unickpt: %s. Of an optimizer, this is NOT saved. Pass an object with state_dict and load_state_dict that has it "
+            "as stateful=",
+            some(left_out),
         )
 
 

@@ -81,7 +81,8 @@ def test_a_copy_of_a_folder_has_no_checkpoints_in_memory_of_the_other_job(tmp_pa
     one.symlink_to(moved)
     assert read_token(str(moved)) == read_token(str(one)) == token, "it is the same folder"
     one.unlink()
-    assert read_token(str(moved)) == token
+    assert read_token(str(moved)) == read_token(f"file://{moved}") == token
+    assert torch_unickpt.resume_or_start(job.model, job.optimizer, f"file://{moved}", memory=options).step == 3
 
 
 def test_each_model_has_the_options_of_its_own(tmp_path: Path, shared: Path) -> None:

@@ -220,6 +220,48 @@ def test_of_an_optimizer_with_another_one_inside(make: Any, stepped: int, tmp_pa
     assert _trained(other, resumed, 3, 4, 5) == _trained(model, optimizer, 3, 4, 5)
 
 
+class Outer(Looking, torch.optim.Optimizer):
+    """Looks ahead as an optimizer that shares its groups with the one inside."""
+
+    def __init__(self, params: Any) -> None:
+        Looking.__init__(self, torch.optim.AdamW(params, lr=0.01))
+        self.param_groups = self.optimizer.param_groups
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        Looking.load_state_dict(self, state)
+        self.param_groups = self.optimizer.param_groups
+
+
+def _around(params: Any) -> Any:
+    return Wrapped(torch.optim.AdamW(params))
+
+
+@pytest.mark.parametrize("make", [_around, Outer, Sharp], ids=["around", "outer", "sharp"])
+def test_a_schedule_still_moves_the_optimizer_inside(make: Any, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 3)
+    optimizer = make(model.parameters())
+    _trained(model, optimizer, 0)
+    unickpt.save_training(model, optimizer, tmp_path, step=1)
+    groups = list(optimizer.param_groups)
+    report = unickpt.load_training(model, optimizer, tmp_path).report
+    inside = next(each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer))
+    assert {e.outcome for e in report.entries} == {"restored"}
+    assert optimizer.param_groups is inside.param_groups
+    assert all(one is other for one, other in zip(optimizer.param_groups, groups, strict=True))
+
+
+def test_of_what_an_optimizer_has_beyond_a_limit_a_warning_tells(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = job(0)
+    train(model, optimizer, 0)
+    optimizer.count = [torch.zeros(300_000)]
+    for step in (1, 2):
+        unickpt.save_training(model, optimizer, tmp_path / str(step), step=step)
+    assert caplog.text.count("Pulled.count: it has large tensors") == 1
+    other, resumed = job(1)
+    report = unickpt.load_training(other, resumed, tmp_path / "2").report
+    assert [e.outcome for e in report.entries if e.name == "optimizer.count"] == ["left out"]
+
+
 class Warmed:
     """Drives a scheduler after some steps. Both have a state."""
 

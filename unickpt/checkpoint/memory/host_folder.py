@@ -20,6 +20,7 @@ import shutil
 from pathlib import Path
 
 from unickpt.base.errors import FormatError, StorageError, UnickptError
+from unickpt.base.logs import logger
 from unickpt.base.private_files import TOKEN, make_folder
 from unickpt.checkpoint.format.checksums import digest
 from unickpt.checkpoint.format.file_names import DATA_FOLDER, MANIFEST_FILE, ROWS_FOLDER
@@ -58,13 +59,24 @@ def read_token(save_dir: str) -> str:
 
 
 def _is_copy(save_dir: str, token: str, made_for: str) -> bool:
-    """Whether the directory for which a token was made still has it, and is another one."""
-    own = absolute(save_dir)
-    if made_for == own:
+    """Whether the directory for which a token was made still has it, and is another one.
+
+    A directory may have several names: links, and mounts at several paths, under each of which its files have one number and
+    one time of change. A URL and a path may be two names of one bucket.
+    """
+    own, made_for = (absolute(each.removeprefix("file://")) for each in (save_dir, made_for))
+    if made_for == own or is_url(own) is not is_url(made_for):
         return False
     with contextlib.suppress(UnickptError, OSError, ValueError):
         there = read_text(open_storage(made_for), TOKEN_FILE) or ""
-        return there.partition("\n")[0] == token and (is_url(own) or is_url(made_for) or not os.path.samefile(own, made_for))
+        if there.partition("\n")[0] != token:
+            return False
+        if not is_url(own):
+            one, other = (os.stat(os.path.join(each, TOKEN_FILE)) for each in (own, made_for))
+            if (one.st_ino, one.st_ctime_ns) == (other.st_ino, other.st_ctime_ns):
+                return False
+        logger.info("unickpt: %s is a copy of %s: checkpoints in memory of that one are not looked for", own, made_for)
+        return True
     return False
 
 

@@ -4,34 +4,55 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from unickpt.checkpoint.format.object_encoder import digest_of
 from unickpt.checkpoint.load.report import LoadReport
 
 OPTIMIZERS = "optimizers"  # key among the objects of a rank
 STATE = "state"  # key of an optimizer there
+MOST_BYTES = 1 << 20  # of the tensors in an entry of each rank
 _BASE = frozenset({"state", "param_groups"})
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _DEEPEST = 8  # containers in containers that are searched for tensors
 _ADD_NOTHING = frozenset({"AcceleratedOptimizer", "LightningOptimizer"})  # wrappers with the state dict of what is inside
 
 
-def captured(chains: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    """Return class and further entries of each optimizer of this rank; nothing if no optimizer has any.
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What the optimizers of a rank add.
+
+    Attributes:
+        stored: class and further entries of each optimizer; nothing if none has any.
+        left_out: what is not stored, each with the reason.
+    """
+
+    stored: list[dict[str, Any]]
+    left_out: list[str]
+
+
+def captured(chains: Sequence[Sequence[Any]]) -> Captured:
+    """Return what the optimizers of this rank add. Each rank stores its own, so large tensors are left out.
 
     Args:
         chains: each optimizer that holds states behind the wrappers around it, the outermost first.
     """
-    found = [
-        {"class": type(each).__name__, "entries": _entries(each, inner), **({STATE: keyed} if (keyed := _keyed(each)) else {})}
-        for each, inner in _levels(chains)
-    ]
-    return found if any(each["entries"] or STATE in each for each in found) else []
+    found, left_out = [], []
+    for each, inner in _levels(chains):
+        kind, (entries, failed) = type(each).__name__, _entries(each, inner)
+        kept: dict[str, dict[Any, Any]] = {}
+        for name, values in (("entries", entries), (STATE, _keyed(each))):
+            large = [key for key, value in values.items() if _bytes_of(value) > MOST_BYTES]
+            left_out += [f"{kind}.{key}: it has large tensors, or some that are divided among the ranks" for key in large]
+            kept[name] = {key: value for key, value in values.items() if key not in large}
+        left_out += [f"state_dict of {kind}: {failed}"] if failed else []
+        found.append({"class": kind, **{name: values for name, values in kept.items() if values}})
+    return Captured(found if any(len(each) > 1 for each in found) else [], left_out)
 
 
 def _keyed(each: Any) -> dict[Any, Any]:
@@ -48,16 +69,22 @@ def unplaced(optimizer: torch.optim.Optimizer) -> str:
     inside = next((other for other in others if other is not optimizer and other.state is not optimizer.state), None)
     if inside is not None:
         return f"another optimizer inside ({type(inside).__name__}), with states of its own"
-    every = {**_entries(optimizer, optimizer), **_keyed(optimizer)}
-    found = [str(key) for key, value in every.items() if _has_tensors(value)]
+    entries, failed = _entries(optimizer, optimizer)
+    if failed:
+        return f"a state_dict that fails ({failed})"
+    found = [str(key) for key, value in {**entries, **_keyed(optimizer)}.items() if _bytes_of(value, most_items=1)]
     return f"tensors of its own in its state dict ({', '.join(found)})" if found else ""
 
 
-def _has_tensors(value: Any, depth: int = 0) -> bool:
+def _bytes_of(value: Any, most_items: int = 0, depth: int = 0) -> float:
+    """Return the size of the tensors in a value, without those of so few items; infinity for parts of divided ones."""
+    if isinstance(value, torch.Tensor):
+        return math.inf if hasattr(value, "device_mesh") else value.nbytes if value.numel() > most_items else 0
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
-    inside = isinstance(value, (list, tuple, set)) and depth < _DEEPEST and any(_has_tensors(each, depth + 1) for each in value)
-    return isinstance(value, torch.Tensor) or inside
+    if not isinstance(value, (list, tuple, set)) or depth >= _DEEPEST:
+        return 0
+    return sum(_bytes_of(each, most_items, depth + 1) for each in value)
 
 
 def of_rank(ranks: Mapping[int, Mapping[str, Any]], rank: int, before: int, world: int) -> tuple[Sequence[Any], str]:
@@ -77,23 +104,34 @@ def of_rank(ranks: Mapping[int, Mapping[str, Any]], rank: int, before: int, worl
 
 
 def _levels(chains: Sequence[Sequence[Any]]) -> list[tuple[Any, torch.optim.Optimizer]]:
-    """Return each optimizer and wrapper with the optimizer that holds the states."""
-    return [(each, chain[-1]) for chain in chains for each in chain]
+    """Return each optimizer and wrapper with the optimizer that holds the states, without wrappers that add nothing."""
+    return [(each, chain[-1]) for chain in chains for each in chain if type(each).__name__ not in _ADD_NOTHING]
 
 
-def _entries(each: Any, inner: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the entries beside states and groups. Only an optimizer with code of its own for its state dict can have some."""
+def _entries(each: Any, inner: torch.optim.Optimizer) -> tuple[dict[str, Any], str]:
+    """Return the entries beside states and groups, and why they are not known, or ''.
+
+    Only an optimizer with code of its own for its state dict can have some.
+    """
     own = getattr(type(each), "state_dict", None) not in (None, torch.optim.Optimizer.state_dict)
     if not own and not getattr(each, "_optimizer_state_dict_post_hooks", None):
-        return {}
-    if type(each).__name__ in _ADD_NOTHING or isinstance(each, ZeroRedundancyOptimizer):
-        return {}
+        return {}, ""
+    if "ZeroRedundancyOptimizer" in (kind.__name__ for kind in type(each).__mro__):  # it gathers all states, and adds nothing
+        return {}, ""
     try:
-        with _without_states(inner):
-            found = each.state_dict()
-        return {key: value for key, value in found.items() if key not in _BASE and not _is_state_dict(value)}
-    except Exception:  # it has another way to be saved
-        return {}
+        found = _state_dict(each, inner)
+    except Exception as err:  # it has another way to be saved
+        return {}, f"{type(err).__name__}: {err}"
+    return {key: value for key, value in found.items() if key not in _BASE and not _is_state_dict(value)}, ""
+
+
+def _state_dict(each: Any, inner: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """Return a state dict without the states of parameters, if the code for it does not need them."""
+    with contextlib.suppress(Exception), _without_states(each, inner):
+        found: Mapping[str, Any] = each.state_dict()
+        return found
+    whole: Mapping[str, Any] = each.state_dict()
+    return whole
 
 
 def _is_state_dict(value: Any) -> bool:
@@ -111,43 +149,48 @@ def restore(chains: Sequence[Sequence[Any]], saved: Sequence[Mapping[str, Any]],
         reason: why nothing is restored, or ''.
     """
     levels = _levels(chains)
+    fit = [each.get("class") for each in saved] == [type(each).__name__ for each, _ in levels]
+    nothing = "those of other optimizers were saved" if saved and not fit else "none was saved"
+    why = f"{reason or nothing}: it keeps its own value"
     for at, (each, inner) in enumerate(levels):
-        stored = saved[at] if len(saved) == len(levels) and saved[at].get("class") == type(each).__name__ else {}
-        entries, held = dict(stored.get("entries", {})), _entries(each, inner)
+        stored: Mapping[str, Any] = saved[at] if fit else {}
+        entries, keyed, held = dict(stored.get("entries", {})), dict(stored.get(STATE, {})), _entries(each, inner)[0]
         label = f"optimizer[{at}]." if len(levels) > 1 else "optimizer."
         failed = ""
         if entries:
             try:
-                with _without_states(inner):
-                    each.load_state_dict({**each.state_dict(), **entries})
+                whole = {**_state_dict(each, inner), **entries}
+                with _without_states(each, inner):
+                    each.load_state_dict(whole)
             except Exception as err:
                 failed = f"its load_state_dict raised {type(err).__name__}: {err}"
         for key in entries:
             report.add(f"{label}{key}", "object", "left out" if failed else "restored", failed)
-        keyed = _keyed(each)
-        for key, value in stored.get(STATE, {}).items():
-            each.state[key] = value
+        for key in keyed:
+            each.state[key] = keyed[key]
             report.add(f"{label}state[{key!r}]", "object", "restored")
-        for key in keyed.keys() - stored.get(STATE, {}).keys():
-            report.add(f"{label}state[{key!r}]", "object", "left out", f"{reason or 'none was saved'}: it keeps its own value")
+        for key in _keyed(each).keys() - keyed.keys():
+            report.add(f"{label}state[{key!r}]", "object", "left out", why)
         for key in held.keys() - entries.keys():
-            report.add(f"{label}{key}", "object", "left out", f"{reason or 'none was saved'}: it keeps its own value")
+            report.add(f"{label}{key}", "object", "left out", why)
 
 
 @contextlib.contextmanager
-def _without_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let code of an optimizer run that leaves its states and groups as they are.
+def _without_states(each: Any, inner: torch.optim.Optimizer) -> Iterator[None]:
+    """Let code of an optimizer or of a wrapper run that leaves the states of parameters, and the groups, as they are.
 
     Without states, a state dict costs little, and exists where states are not those of parameters of the groups (ZeRO-3).
-    torch's own loading casts states to the dtype of their parameters, and replaces groups.
+    torch's own loading casts states to the dtype of their parameters, and replaces groups, which an optimizer and the one
+    inside it share.
     """
-    own = {key: vars(optimizer)[key] for key in _BASE if key in vars(optimizer)}
-    states = {} if "state" in own else dict(optimizer.state)  # those of another optimizer, around which this one is
-    if "state" in own:
-        optimizer.state = collections.defaultdict(dict)
+    near = [one for one in (each, inner, *getattr(each, "__dict__", {}).values()) if isinstance(one, torch.optim.Optimizer)]
+    kept = [(one, "param_groups", vars(one)["param_groups"]) for one in near if "param_groups" in vars(one)]
+    kept += [(one, "state", vars(one)["state"]) for one in near if "state" in vars(one) and (one is inner or one is not each)]
+    for one, name, _ in kept:
+        if name == "state":
+            one.state = collections.defaultdict(dict)
     try:
         yield
     finally:
-        vars(optimizer).update(own)
-        for parameter, state in states.items():
-            optimizer.state[parameter] = state
+        for one, name, value in kept:
+            setattr(one, name, value)

@@ -27,7 +27,8 @@ def of_module(
         plain: returns a name without the parts that wrappers add.
         skipped: whether the entries of a submodule do not count.
     """
-    held = set(map(id, tensors.values()))
+    held = {_memory(each) for each in tensors.values()}
+    passed = tuple(f"{plain(prefix)}." for prefix, child in module.named_modules() if prefix and skipped(child))
     named = module.named_modules(remove_duplicate=False)
     extra = {plain(f"{prefix}.{_EXTRA}" if prefix else _EXTRA) for prefix, child in named if id(child) in with_extra}
     found: dict[str, None] = {}
@@ -40,9 +41,18 @@ def of_module(
             entries = {f"state_dict of {type(child).__name__} ({type(err).__name__}: {err})": None}
         for key, value in entries.items():
             name = plain(f"{prefix}.{key}" if prefix else str(key))
-            if name not in tensors and name not in extra and id(value) not in held:
+            shared = isinstance(value, torch.Tensor) and _memory(value) in held  # such as a part of a fused weight
+            if name not in tensors and name not in extra and not shared and not name.startswith(passed):
                 found[name] = None
     return list(found)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return what a tensor and views of it have in common."""
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
+        return id(tensor)
 
 
 def _has_own_code(module: torch.nn.Module) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 MOST_BYTES = 64 << 20  # of a tensor that is copied
+MOST_HELD_BYTES = 256 << 20  # of the tensors in containers of a model that are copied
 MOST_ITEMS = 10_000  # of a container whose items are looked at
 _OF_TORCH = vars(torch.nn.Module()).keys() - {"training", "_buffers"}  # parameters, modules and hooks
 _CONTAINERS: Any = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
@@ -26,7 +27,11 @@ def attributes_kept(model: torch.nn.Module, counted: Callable[[], None] = lambda
         model: see above.
         counted: called at the end if a number among the attributes and in containers, or the size of one, had changed.
     """
-    kept = [_Attributes(module) for module in model.modules()]
+    kept: list[_Attributes] = []
+    left_bytes = MOST_HELD_BYTES
+    for module in model.modules():
+        kept.append(_Attributes(module, left_bytes))
+        left_bytes -= kept[-1].held_bytes
     try:
         yield
     finally:
@@ -70,14 +75,22 @@ class Untrained:
 
 
 class _Attributes:
-    """Those of a module, as they are now."""
+    """Those of a module, as they are now.
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    Args:
+        module: see above.
+        most_bytes: of the tensors in containers that may still be copied.
+
+    Attributes:
+        held_bytes: of those that were.
+    """
+
+    def __init__(self, module: torch.nn.Module, most_bytes: int = MOST_HELD_BYTES) -> None:
         self._all = vars(module)
         self._kept = {name: value for name, value in self._all.items() if name not in _OF_TORCH}
         self._containers: list[tuple[Any, Any]] = []
         values = list(self._kept.values())
-        seen = set()
+        own, seen, self.held_bytes = len(values), set(), 0
         for value in values:  # which gets the items of containers
             if type(value) in (*_CONTAINERS, tuple) and id(value) not in seen:
                 seen.add(id(value))
@@ -86,7 +99,12 @@ class _Attributes:
                 if len(value) <= MOST_ITEMS:
                     values += value.values() if isinstance(value, dict) else value
         self._generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
-        self._tensors = [(value, value._version, value.clone()) for value in values if _has_state(value)]
+        self._tensors = []
+        for at, value in enumerate(values):
+            size = value.numel() * value.element_size() if _has_state(value) else None
+            if size is not None and (at < own or self.held_bytes + size <= most_bytes):
+                self.held_bytes += size if at >= own else 0
+                self._tensors.append((value, value._version, value.clone()))
 
     def counted(self) -> bool:
         numbers = ((value, self._all.get(name)) for name, value in self._kept.items() if isinstance(value, (int, float)))

@@ -65,7 +65,8 @@ def counting(count: Any) -> Counting:
         (counting(3), ""),
         (counting({"a": [torch.ones(2)]}), "tensors of its own in its state dict (count)"),
         (made(lambda p: Around(torch.optim.AdamW(p))), "another optimizer inside (AdamW), with states of its own"),
-        (made(Failing), ""),
+        (made(Failing), "a state_dict that fails (RuntimeError: not now)"),
+        (counting(torch.tensor(3.0)), ""),
     ],
 )
 def test_tensors_of_an_optimizer_without_a_place(optimizer: Any, found: str) -> None:
@@ -75,20 +76,22 @@ def test_tensors_of_an_optimizer_without_a_place(optimizer: Any, found: str) -> 
 def test_entries_of_an_optimizer() -> None:
     hooked = made(torch.optim.AdamW)
     hooked.register_state_dict_post_hook(lambda _, found: {**found, "more": 1})
-    assert optimizer_entries.captured([[counting(3)], [hooked], [made(Failing)], [made(torch.optim.SGD)]]) == [
-        {"class": "Counting", "entries": {"count": 3}},
-        {"class": "AdamW", "entries": {"more": 1}},
-        {"class": "Failing", "entries": {}},
-        {"class": "SGD", "entries": {}},
-    ]
-    assert optimizer_entries.captured([[made(torch.optim.AdamW)]]) == []
+    found = optimizer_entries.captured([[counting(3)], [hooked], [made(Failing)], [made(torch.optim.SGD)]])
+    assert found.stored == [
+        {"class": "Counting", "entries": {"count": 3}}, {"class": "AdamW", "entries": {"more": 1}}, {"class": "Failing"},
+        {"class": "SGD"},
+    ]  # fmt: skip
+    assert found.left_out == ["state_dict of Failing: RuntimeError: not now"]
+    found = optimizer_entries.captured([[counting([torch.zeros(300_000)])], [made(torch.optim.AdamW)]])
+    assert (found.stored, len(found.left_out)) == ([], 1)
+    assert "Counting.count: it has large tensors" in found.left_out[0]
 
 
 def test_states_that_belong_to_no_parameter() -> None:
     source, target, report = made(torch.optim.AdamW), made(torch.optim.AdamW), LoadReport()
     source.state["step"] = {"done": 3}
     target.state["step"], target.state["more"] = {"done": 1}, 5
-    found = optimizer_entries.captured([[source]])
+    found = optimizer_entries.captured([[source]]).stored
     optimizer_entries.restore([[target]], found, report)
     assert (target.state["step"], target.state["more"]) == ({"done": 3}, 5)
     assert [(each.name, each.outcome) for each in report.entries] == [
@@ -130,3 +133,22 @@ def test_own_entries_of_a_module_and_those_to_skip() -> None:
     tensors = dict(module.named_parameters())
     assert of_module(module, tensors, (), str) == ["1.more"]
     assert of_module(module, tensors, (), str, lambda child: child is module[1]) == []
+
+
+class _Fused(torch.nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}upper"] = self.weight[:1]
+
+
+def test_parts_of_a_weight_are_no_state_of_their_own() -> None:
+    module = torch.nn.Sequential(_Fused(2, 2))
+    assert of_module(module, dict(module.named_parameters()), (), str) == []
+
+
+def test_entries_below_a_module_to_skip_do_not_count_for_one_above_it() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    module[1].register_state_dict_post_hook(lambda _, found, prefix, __: found.update({f"{prefix}more": 1}))
+    module.register_state_dict_post_hook(lambda *_: None)
+    assert of_module(module, dict(module.named_parameters()), (), str) == ["1.more"]
+    assert of_module(module, dict(module.named_parameters()), (), str, lambda child: child is module[1]) == []

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from unickpt.training.witness import attributes
 from unickpt.training.witness.attributes import attributes_kept
 from unickpt.training.witness.cases import loaded
 from unickpt.training.witness.repeating import Tap
@@ -101,6 +102,18 @@ def test_what_containers_hold_is_as_before() -> None:
     assert holding.sums == {"n": 0, "load": holding.sums["load"], "all": [first, (second, {"a": 1})]}
     assert [first.item(), second.item(), *holding.sums["load"].tolist()] == [0, 0, 0, 0]
     assert counted == [1]
+
+
+def test_tensors_in_containers_are_copied_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())
+    for child in model:
+        child.cache = [torch.zeros(4), torch.zeros(4)]  # type: ignore[assignment]
+    monkeypatch.setattr(attributes, "MOST_HELD_BYTES", 48)
+    with attributes_kept(model):
+        for child in model:
+            for each in child.cache:  # type: ignore[union-attr]
+                each.add_(1)
+    assert [each[0].item() for child in model for each in child.cache] == [0, 0, 0, 1]  # type: ignore[union-attr]
 
 
 def test_containers_and_new_attributes_are_as_before() -> None:
