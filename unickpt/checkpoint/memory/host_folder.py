@@ -5,8 +5,8 @@
         spare/                  files of generations that were given up, whose pages are used again
 
 The token is a random text in the save directory. It binds generations to that directory: another job, or the same one after its
-directory was removed, does not find them. The file names the directory for which it was made, so that a copy of a directory is
-told from one that was moved: its job would load and replace the generations of the other job.
+directory was removed, does not find them. The file names the directory for which it was made. So a copy of a directory
+differs from a directory that was moved: a job in the copy would load and replace the generations of the other job.
 """
 
 from __future__ import annotations

@@ -173,6 +173,9 @@ def restore(chains: Sequence[Sequence[Any]], saved: Sequence[Mapping[str, Any]],
             report.add(f"{label}state[{key!r}]", "object", "left out", why)
         for key in held.keys() - entries.keys():
             report.add(f"{label}{key}", "object", "left out", why)
+    for each in () if fit or not levels else saved:
+        for key in (*each.get("entries", {}), *each.get(STATE, {})):
+            report.add(f"{each.get('class')}.{key}", "object", "left out", "this job has other optimizers")
 
 
 @contextlib.contextmanager

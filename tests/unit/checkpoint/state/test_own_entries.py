@@ -101,6 +101,12 @@ def test_states_that_belong_to_no_parameter() -> None:
     assert optimizer_entries.unplaced(source) == "tensors of its own in its state dict (mean)"
 
 
+def test_what_another_optimizer_had_is_told() -> None:
+    optimizer, report = made(torch.optim.AdamW), LoadReport()
+    optimizer_entries.restore([[optimizer]], _saved(3)[0][OPTIMIZERS], report)
+    assert [(each.name, each.outcome) for each in report.entries] == [("Counting.count", "left out")]
+
+
 def _saved(*counts: Any) -> dict[int, dict[str, Any]]:
     return {rank: {OPTIMIZERS: [{"class": "Counting", "entries": {"count": count}}]} for rank, count in enumerate(counts)}
 
