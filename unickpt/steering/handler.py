@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousHandler,
@@ -28,6 +29,7 @@ from unickpt.base.left_workers import AGENT, LeftWorker, WorkerRecord, digest_of
 from unickpt.base.logs import logger, printable
 from unickpt.base.round_folder import HOST, HOSTS, RINGS, ROUND, RUN_ID, STORE, note_stopping
 from unickpt.checkpoint.fence import FENCE
+from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.steering.agent.end_signal import EndSignal
 from unickpt.steering.agent.peer import Peer
 from unickpt.steering.agent.waiting import WaitingNotice
@@ -161,16 +163,24 @@ class SteeringHandler(RendezvousHandler):
         error = sys.exc_info()[1]
         finished = error is None
         failed = "" if finished else f"{type(error).__name__}"
-        if not finished and self._workers_told():
+        if not finished and self._workers_told(error):
             self._ends = self._ends or signal.SIGTERM.name
         self._leave(Left(*self._who, finished, failed))
         if self._ends:
             atexit.register(self._end_by_signal)
         return True
 
-    def _workers_told(self) -> bool:
-        """Return whether the workers were told to end, and not by this agent: there is no error then."""
-        return self._workers is not None and self._stopping != self._epoch and self._workers.told_to_end()
+    def _workers_told(self, error: BaseException | None = None) -> bool:
+        """Return whether the workers were told to end, and not by this agent: there is no error then.
+
+        Args:
+            error: exception of torchrun that names the exit codes of the workers.
+        """
+        if self._workers is None or self._stopping == self._epoch:
+            return False
+        if isinstance(error, ChildFailedError) and all(ExitStatus.of(each.exitcode).asked for each in error.failures.values()):
+            return True
+        return self._workers.told_to_end()
 
     def _told_to_end(self, name: str) -> None:
         """torchrun gives the workers of this host time to end. They may save, for which all ranks are needed."""

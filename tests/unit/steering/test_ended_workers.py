@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from tests.support.repository import REPO
 from tests.unit.steering.checked_events import members, run, started
 from tests.unit.steering.peers import until
-from unickpt.base.round_folder import ranks_saved, ranks_willing, read_ended, remove_note
+from unickpt.base.round_folder import note_saved, ranks_saved, ranks_willing, read_ended, remove_note
 from unickpt.steering.host.patience import Patience
 from unickpt.steering.host.workers import EndedWorkers
 from unickpt.steering.state.membership import Arrived, JobPhase, Joined, Left, Lost, Membership, WorkersEnded
@@ -83,6 +85,32 @@ def test_the_end_of_a_worker_is_told_while_the_agent_is_busy(tmp_path: Path) -> 
         for process in (*started_, *strangers):
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("code", [-15, 143, 1])
+def test_workers_that_were_told_to_end_are_known_before_the_thread_has_seen_it(tmp_path: Path, code: int) -> None:
+    """torchrun polls, and asks at once, while the thread may be busy."""
+    here = dict(os.environ) | {"TORCHELASTIC_RUN_ID": "job", "UNICKPT_ROUND": "1.1", "RANK": "4"}
+    seen, free = threading.Event(), threading.Event()
+
+    def begun(_: Mapping[int, int]) -> None:
+        seen.set()
+        free.wait(60)
+
+    watch = EndedWorkers(VARIABLES, tmp_path, frozenset, lambda _: None, begun)
+    command = [sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(int(sys.argv[1]))", str(code)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=here) as worker:
+        assert seen.wait(60)
+        assert not watch.told_to_end()
+        if code < 0:
+            worker.send_signal(-code)
+        worker.communicate()
+        if code != 1:
+            note_saved(tmp_path, 4)  # before Linux 6.15, the status is lost now
+        assert worker.returncode == code
+        assert watch.told_to_end() is (code != 1)
+    free.set()
+    watch.close()
 
 
 STAYS = """

@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import struct
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -42,6 +43,11 @@ class ExitStatus:
 
     signal: int = 0
     code: int = 0
+
+    @classmethod
+    def of(cls, returncode: int) -> ExitStatus:
+        """Return the status that ``Popen.returncode`` stands for: the number of a signal is negative there."""
+        return cls(signal=-returncode) if returncode < 0 else cls(code=returncode)
 
     @property
     def sound(self) -> bool:
@@ -76,7 +82,7 @@ class ProcessExit:
 
 
 class ExitWatcher:
-    """Watches processes.
+    """Watches processes. ``sleep`` belongs to one thread, ``collect`` to any.
 
     Attributes:
         known: end of each watched process that has ended, by process number.
@@ -85,14 +91,16 @@ class ExitWatcher:
     def __init__(self) -> None:
         self.known: dict[int, ProcessExit] = {}
         self._open: dict[int, int] = {}
+        self._lock = threading.Lock()
 
     def watch(self, pids: Iterable[int]) -> None:
         """Watch further processes, which are alive."""
-        for pid in pids:
-            if pid not in self._open:
-                with contextlib.suppress(OSError, AttributeError):  # it has ended, or the kernel is older than 5.3
-                    self._open[pid] = os.pidfd_open(pid)
-                    self.known.pop(pid, None)
+        with self._lock:
+            for pid in pids:
+                if pid not in self._open:
+                    with contextlib.suppress(OSError, AttributeError):  # it has ended, or the kernel is older than 5.3
+                        self._open[pid] = os.pidfd_open(pid)
+                        self.known.pop(pid, None)
 
     def sleep(self, seconds: float) -> None:
         """Sleep, but at most until a process has ended and those that end with it have, too."""
@@ -100,27 +108,35 @@ class ExitWatcher:
         while (left := end - time.monotonic()) > 0:
             if not self._open:
                 time.sleep(left)
-            elif self._collect(left):
+            elif _ready(self._open, left) and self.collect():
                 end = min(end, time.monotonic() + 2 * TOGETHER_S)
+
+    def collect(self) -> bool:
+        """Take note of the watched processes that have ended since the last look; return whether there are any."""
+        with self._lock:
+            ended = _ready(self._open, 0.0)
+            now = time.monotonic_ns()
+            for pid in ended:
+                self.known[pid] = ProcessExit(now, _status(pid, self._open[pid]))
+                os.close(self._open.pop(pid))
+            return bool(ended)
 
     def close(self) -> None:
         """Stop watching."""
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        self._open.clear()
+        with self._lock:
+            for descriptor in self._open.values():
+                os.close(descriptor)
+            self._open.clear()
 
-    def _collect(self, seconds: float) -> bool:
-        """Wait for a process to end; return whether one did."""
-        poll = select.poll()
-        for descriptor in self._open.values():
-            poll.register(descriptor, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
-        now = time.monotonic_ns()
-        for pid, descriptor in list(self._open.items()):
-            if descriptor in ready:
-                self.known[pid] = ProcessExit(now, _status(pid, descriptor))
-                os.close(self._open.pop(pid))
-        return bool(ready)
+
+def _ready(watched: Mapping[int, int], seconds: float) -> list[int]:
+    """Wait at most this long for a process to end; return those that have."""
+    watched = dict(watched)
+    poll = select.poll()
+    for descriptor in watched.values():
+        poll.register(descriptor, select.POLLIN)
+    ready = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
+    return [pid for pid, descriptor in watched.items() if descriptor in ready]
 
 
 def _status(pid: int, descriptor: int) -> ExitStatus | None:

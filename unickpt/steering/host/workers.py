@@ -14,7 +14,7 @@ from pathlib import Path
 from unickpt.base.failure_kinds import Remedy
 from unickpt.base.left_workers import rank_in
 from unickpt.base.process_identity import children_of, environment_of, stat_of
-from unickpt.base.round_folder import RUN_ID, Failed, note_ended, read_failure
+from unickpt.base.round_folder import RUN_ID, Failed, note_ended, ranks_saved, read_failure
 from unickpt.diagnosis.host.process_exits import ExitWatcher
 
 LOOK_S = 0.2  # interval of looks for workers that have ended
@@ -114,10 +114,16 @@ class EndedWorkers:
             self._closed.set()
 
     def told_to_end(self) -> bool:
-        """Return whether the first worker that has ended on this host was told to: it exits as by a signal such as SIGTERM."""
-        ends = [self._exits.known[pid] for pid in self._ranks if pid in self._exits.known]
-        status = min(ends, key=lambda end: end.at_ns).status if ends else None
-        return status is not None and status.asked
+        """Return whether the first worker that has ended on this host was told to: it exits as by a signal such as SIGTERM.
+
+        Before Linux 6.15, torchrun may have read its status first. Then a worker counts that has noted its last save.
+        """
+        self._exits.collect()  # torchrun may be ahead of the thread
+        ends = {rank: self._exits.known[pid] for pid, rank in self._ranks.items() if pid in self._exits.known}
+        first_ns = min((end.at_ns for end in ends.values()), default=0)
+        saved = frozenset() if self._folder is None else ranks_saved(self._folder)
+        first = {rank: end.status for rank, end in ends.items() if end.at_ns == first_ns}
+        return bool(first) and all(rank in saved if status is None else status.asked for rank, status in first.items())
 
     def failure(self) -> Failed | None:
         """Return why the first worker that has failed on this host ended, if a restart may not help.
@@ -125,6 +131,7 @@ class EndedWorkers:
         That is so before its first step, and where its exception says so. Workers that were ended by a signal, or with success,
         or that say that another process is the cause, do not count.
         """
+        self._exits.collect()
         ends = sorted(
             (self._exits.known[pid].at_ns, rank, pid) for pid, rank in self._ranks.items() if pid in self._exits.known
         )
