@@ -221,7 +221,7 @@ def load_into(
     make_visible()
     own = planner or DefaultLoadPlanner()
     ranks = Group() if alone else Group.of(group)
-    exchange = exchange_of(group, timeout_s=TIMEOUT_S, purpose="dcp-load", alone=alone)
+    exchange = exchange_of(group, timeout_s=TIMEOUT_S, purpose="dcp-load", place=str(directory), alone=alone)
     later: list[tuple[ReadItem, Any]] = []
 
     def find(opened: Checkpoint) -> Found:

@@ -166,7 +166,7 @@ def save(
     make_visible()
     directory = call.directory
     ranks = Group() if call.alone else Group.of(call.group)
-    exchange = exchange_of(call.group, timeout_s=TIMEOUT_S, purpose="dcp-save", alone=call.alone)
+    exchange = exchange_of(call.group, timeout_s=TIMEOUT_S, purpose="dcp-save", place=directory, alone=call.alone)
     contents, holders, failed = _agreed(exchange, parts, failed, call)
 
     def contribute(_: Message) -> Contribution:

@@ -86,7 +86,7 @@ def _refuses(writer: Any, call: Call) -> bool:
     if getattr(writer, "overwrite", True):
         return False
     exists = open_storage(call.directory).size_bytes(DCP_MARK_FILE) is not None
-    exchange = exchange_of(call.group, timeout_s=saving.TIMEOUT_S, purpose="dcp-exists", alone=call.alone)
+    exchange = exchange_of(call.group, timeout_s=saving.TIMEOUT_S, purpose="dcp-exists", place=call.directory, alone=call.alone)
     found = exchange.combined("exists", {"any": exists}, lambda every: {"any": any(each["any"] for each in every)})
     return bool(found["any"])
 
@@ -106,7 +106,7 @@ def _direct(state_dict: Any, planner: Any, call: Call) -> tuple[Parts | None, Ex
         parts = saving.parts_of(state_dict, planner or DefaultSavePlanner())
     except Exception as err:  # the other ranks learn it in the save
         failed = err
-    exchange = exchange_of(call.group, timeout_s=saving.TIMEOUT_S, purpose="dcp-route", alone=call.alone)
+    exchange = exchange_of(call.group, timeout_s=saving.TIMEOUT_S, purpose="dcp-route", place=call.directory, alone=call.alone)
     own = {"direct": parts is not None or failed is not None}
     direct = exchange.combined("route", own, lambda every: {"direct": all(each["direct"] for each in every)})["direct"]
     return parts, failed, direct

@@ -197,7 +197,7 @@ def _resumed(
     make_visible()
     end_with_launcher()
     shutdown.finish_all(ending=False)
-    exchange, ranks = exchange_of(group, timeout_s=timeout_s), Group.of(group)
+    exchange, ranks = exchange_of(group, timeout_s=timeout_s, place=folder), Group.of(group)
     tier = RUNTIME.memory(job.memory, SaveOptions(), folder)
     in_memory = None if tier is None else MemoryResume(tier, folder, exchange)
     if tier is None and job.resumes and exchange.rank == 0:

@@ -99,7 +99,7 @@ def save_training(
     make_visible()
     options = options or SaveOptions()
     step, samples = _counter(step), None if samples is None else _counter(samples)
-    exchange, ranks = exchange_of(group, timeout_s=timeout_s), Group.of(group)
+    exchange, ranks = exchange_of(group, timeout_s=timeout_s, place=os.fspath(directory)), Group.of(group)
     objects = JobObjects(schedulers_of(scheduler), loader, stateful or {}, optimizer)
     failed: BaseException | None = None
     state: TrainingState | None = None

@@ -41,17 +41,19 @@ class Group:
 
 
 def exchange_of(
-    group: dist.ProcessGroup | None, *, timeout_s: float, purpose: str = "api", alone: bool = False
+    group: dist.ProcessGroup | None, *, timeout_s: float, purpose: str = "api", place: str = "", alone: bool = False
 ) -> MessageExchange:
     """Return the message exchange for one save or load of a process group; None: the default group, or this process alone.
 
     Every rank of the group makes the same calls in the same order. The key-value store of the job counts the calls of each
-    rank, so the n-th call of one rank meets the n-th call of the others.
+    rank, so the n-th call of one rank meets the n-th call of the others. A call that only some ranks made does not count once
+    they gave up.
 
     Args:
         group: process group.
         timeout_s: seconds to wait for the other ranks.
         purpose: kind of the calls that are counted. Calls of one kind are made by one thread at a time.
+        place: checkpoint of the call. Its name tells a rank that is late from one that has not made this call.
         alone: the call is of this process alone.
 
     Raises:
@@ -65,8 +67,22 @@ def exchange_of(
         return MessageExchange(None, rank=0, world=1, prefix="unickpt")
     store = dist.distributed_c10d._get_default_store()
     name = "default" if group is None else group.group_name
-    call = store.add(f"unickpt/{purpose}/{name}/calls/{rank}", 1)
+    counter = f"unickpt/{purpose}/{name}/calls"
     ended = ends_of_job(rank, world) if group is None else frozenset
-    return MessageExchange(
-        store, rank=rank, world=world, prefix=f"unickpt/{purpose}/{name}/{call}", timeout_s=timeout_s, ended=ended
-    )
+
+    def counted() -> MessageExchange:
+        number = store.add(f"{counter}/{rank}", 1)
+
+        def uncount() -> None:
+            if store.add(f"{counter}/0", 0) < number:
+                store.add(f"{counter}/{rank}", -1)
+
+        return MessageExchange(
+            store, rank=rank, world=world, prefix=f"unickpt/{purpose}/{name}/{number}", timeout_s=timeout_s, ended=ended,
+            call=place.rstrip("/").rpartition("/")[2], uncount=uncount,
+        )  # fmt: skip
+
+    exchange = counted()
+    while exchange.is_missed():
+        exchange = counted()
+    return exchange

@@ -97,7 +97,7 @@ def save_checkpoint(
     options = options or SaveOptions()
     if options.asynchronous:
         raise ConfigError("save_checkpoint does not support SaveOptions(asynchronous=True): it returns a durable checkpoint")
-    exchange = exchange_of(group, timeout_s=timeout_s)
+    exchange = exchange_of(group, timeout_s=timeout_s, place=os.fspath(directory))
     failed: Exception | None = None
     must_match: Message = {"step": step}
     meshes: dict[tuple[int, ...], str] = {}
@@ -191,7 +191,7 @@ def load_checkpoint(
     end_with_launcher()
     shutdown.finish_all(ending=False)
     folder = absolute(os.fspath(directory))
-    exchange = exchange_of(group, timeout_s=timeout_s)
+    exchange = exchange_of(group, timeout_s=timeout_s, place=folder)
     candidates = Candidates(folder)
 
     def attempt(offer: Offer, skipped: tuple[str, ...]) -> Loaded:

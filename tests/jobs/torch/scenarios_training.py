@@ -403,3 +403,19 @@ def a_model_on_the_meta_device_and_offloaded_to_the_cpu_is_filled(folder: Path) 
     first = model[0].weight.detach().clone()
     dist.broadcast(first, 0)
     assert torch.equal(empty[0].weight.full_tensor(), first)
+
+
+@scenario(2)
+def calls_that_one_rank_made_alone_do_not_count(folder: Path) -> None:
+    """Such as a save in the handler of an exception. It ends with an error, and later calls of all ranks meet."""
+    rank, job = dist.get_rank(), job_of("ddp2", 1)
+    for alone in (1, 0, 1):
+        if rank == alone:
+            with pytest.raises(unickpt.CoordinationError, match=f"gave up .* no message from rank {1 - alone}"):
+                unickpt.save_training(job.model, job.optimizer, folder / f"alone{alone}", step=1, timeout_s=1)
+        dist.barrier()
+        for step in (2, 3):
+            unickpt.save_training(job.model, job.optimizer, folder / f"all{alone}{step}", step=step, timeout_s=60)
+        other = job_of("ddp2", 3)
+        unickpt.load_training(other.model, other.optimizer, folder / f"all{alone}3", timeout_s=60)
+        assert apart(job.truth(), other.truth()) == []
