@@ -26,7 +26,8 @@ from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.lr_progress import Progress
 from unickpt.checkpoint.load.report import Entry, LoadReport
-from unickpt.checkpoint.state import optimizer_entries
+from unickpt.checkpoint.state import client_states, optimizer_entries
+from unickpt.checkpoint.state.client_states import CLIENT
 from unickpt.transform.convert import training_progress
 from unickpt.transform.dialects.translated_checkpoint import TranslatedCheckpoint
 
@@ -102,7 +103,6 @@ class RestoredObjects:
         if self.wanted.module_only:
             for key in ("engine", "lr_scheduler", "rng"):
                 self._object(key, "left out", "load_module_only")
-            self._object("client_state", "restored")
             return self._client_state(saved)
         step = self.checkpoint.manifest.step
         counters = saved.get("engine") or {"global_steps": step}
@@ -116,8 +116,7 @@ class RestoredObjects:
             counted = [Entry("engine", "object", "set", f"global_steps {step:,}: the checkpoint counts no samples")]
         self.report.entries += counted or [Entry("engine", "object", "restored")]
         if self.wanted.optimizer and self.view.base is not None:
-            before = int(self.checkpoint.manifest.writer.topology.get("world_size") or 1)
-            found, reason = optimizer_entries.of_rank(self._rank_objects, self.view.rank, before, self.view.world)
+            found, reason = optimizer_entries.of_rank(self._rank_objects, self.view.rank, self._ranks_before, self.view.world)
             optimizer_entries.restore([[self.view.base]], found, self.report, reason)
         self._set_scheduler(saved.get("lr_scheduler"), saved.get(SCHEDULE))
         self._set_loss_scaler(saved.get("loss_scaler"))
@@ -134,8 +133,12 @@ class RestoredObjects:
             if saved.get(MICRO_BATCHES) is not None:
                 self._object(MICRO_BATCHES, "restored")
         self._set_rng()
-        self._object("client_state", "restored")
         return self._client_state(saved)
+
+    @property
+    def _ranks_before(self) -> int:
+        """Number of ranks of the job that saved."""
+        return int(self.checkpoint.manifest.writer.topology.get("world_size") or 1)
 
     def _object(self, name: str, outcome: Any, reason: str = "") -> None:
         self.report.add(name, "object", outcome, reason)
@@ -148,10 +151,10 @@ class RestoredObjects:
 
     def _client_state(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return the client state, this rank's own if it stored one, with the values that DeepSpeed adds to it."""
-        client_state = saved.get("client_state") or {}
-        world = self.checkpoint.manifest.writer.topology.get("world_size")
-        if world == self.view.world:
-            client_state = self._rank_objects[self.view.rank].get("client_state", client_state)
+        client_state, changed = client_states.of_rank(
+            saved, self._rank_objects, self.view.rank, self._ranks_before, self.view.world
+        )
+        self._object(CLIENT, "set" if changed else "restored", changed)
         extras = {
             "ds_config": saved.get("ds_config"),
             "ds_version": self.checkpoint.manifest.writer.framework_version,

@@ -17,11 +17,12 @@ from unickpt.checkpoint.format.object_encoder import MAX_DEPTH
 from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
-from unickpt.checkpoint.state import optimizer_entries
+from unickpt.checkpoint.state import client_states, optimizer_entries
+from unickpt.checkpoint.state.client_states import CLIENT
 from unickpt.checkpoint.state.optimizer_entries import OPTIMIZERS
 from unickpt.transform.convert import training_progress
 
-ENGINE, SCHEDULER, MORE_SCHEDULERS, STATEFUL, CLIENT = "engine", "lr_scheduler", "lr_schedulers", "stateful", "client_state"
+ENGINE, SCHEDULER, MORE_SCHEDULERS, STATEFUL = "engine", "lr_scheduler", "lr_schedulers", "stateful"
 RNG, LOADER = "rng", "data_loader"  # of each rank
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
@@ -184,11 +185,16 @@ class RestoredObjects:
         self._set_optimizers()
         self._set_loader()
         self._set_generators()
+        changed = self._client_state()[1]
+        if changed:
+            self._note(CLIENT, "set", changed)
 
     def client_state(self) -> dict[str, Any]:
         """Return what the caller of the save passed: on the same number of ranks that of this rank, if it had others."""
-        own = self._ranks.get(self.rank, {}).get(CLIENT) if self.before == self.world else None
-        return dict(self._saved.get(CLIENT) or {}) if own is None else dict(own)
+        return self._client_state()[0]
+
+    def _client_state(self) -> tuple[dict[str, Any], str]:
+        return client_states.of_rank(self._saved, self._ranks, self.rank, self.before, self.world)
 
     def samples(self) -> int:
         """Return the number of samples of the steps that were done; 0 if the saving job did not count them."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from torch_unickpt.edge import RUNTIME
 from torch_unickpt.held_state import module_states
-from torch_unickpt.held_state.job_objects import CLIENT, JobObjects, schedulers_of
+from torch_unickpt.held_state.job_objects import JobObjects, schedulers_of
 from torch_unickpt.held_state.known_training import TrainingState, trained
 from torch_unickpt.held_state.names import Names, facts_of, topology_of
 from torch_unickpt.held_state.optimizers import unwrapped
@@ -33,6 +33,7 @@ from unickpt.checkpoint.format.object_encoder import digest_of
 from unickpt.checkpoint.save.late_copy import silent_steps
 from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveRequest, SaveResult
 from unickpt.checkpoint.save.shards import Contribution
+from unickpt.checkpoint.state.client_states import CLIENT
 from unickpt.checkpoint.storage.base import absolute, split
 from unickpt.diagnosis import session
 from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE, OWN

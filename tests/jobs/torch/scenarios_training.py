@@ -349,6 +349,11 @@ def each_rank_gets_its_own_client_state_back(folder: Path) -> None:
         assert repr(found) == repr(client)
         objects = Checkpoint.open(folder / str(number)).rank_objects(1).value
         assert ("client_state" in objects) == (number > 0)
+        alone = [dist.new_group([each]) for each in range(2)][rank]
+        start = unickpt.load_training(model, None, folder / str(number), group=alone)
+        told = [each for each in start.report.entries if (each.name, each.outcome) == ("client_state", "set")]
+        assert ["that of rank 0" in each.reason for each in told] == [True] * (number > 0)
+        assert start.client_state.keys() == {0: {"cursor"}, 1: {"cursor", "seen"}, 2: {"a"}}[number]
 
 
 @scenario(2)
