@@ -21,7 +21,8 @@ ZERO_3_WEIGHTS = "DeepSpeedZeRoOffload"  # partitions the weights of an engine w
 BF16 = "BF16_Optimizer"
 FP16_FUSED = "FP16_Optimizer"
 FP16_UNFUSED = "FP16_UnfusedOptimizer"
-_COMPILED = "_orig_mod"
+# torch.compile; torch's wrapper of activation checkpointing; DeepSpeed's random-LTD
+_WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "random_ltd_layer"))
 _SIZES = ("tensor_size", "corrected_tensor_size", "server_chunk_size")
 _OF_RANK = frozenset(("worker_error", "server_error", "momentum_accumulator", *_SIZES))
 
@@ -38,8 +39,10 @@ def json_of(config: Any) -> Mapping[str, Any]:
 
 
 def plain(name: str) -> str:
-    """Return a name without the parts that ``torch.compile`` adds to the names of a module or submodule."""
-    return ".".join(part for part in name.split(".") if part != _COMPILED) if _COMPILED in name else name
+    """Return a name without the parts that wrappers add to the names of a module or submodule."""
+    if not any(wrapper in name for wrapper in _WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def is_zero3(parameter: torch.nn.Parameter) -> bool:

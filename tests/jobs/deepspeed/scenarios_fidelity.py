@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.data_pipeline.data_routing.basic_layer import RandomLayerTokenDrop
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.jobs.deepspeed.damaged_checkpoints import rewrite
 from tests.jobs.deepspeed.jobs import Layout, build, scramble, train
@@ -161,7 +164,9 @@ def excluded_frozen_parameters_are_missed_by_a_strict_load(folder: Path) -> None
     assert entry.outcome == "left out", entry
 
 
-# ---------------------------------------------------------------- names of compiled modules
+# ---------------------------------------------------------------- names of compiled and wrapped modules
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "random_ltd_layer")
 
 
 def compiled(stage: int, seed: int, *, whole: bool) -> Any:
@@ -176,14 +181,26 @@ def compiled(stage: int, seed: int, *, whole: bool) -> Any:
     return build(here(stage), seed=seed, model=model)
 
 
+def wrapped(stage: int, seed: int, wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> Any:
+    torch.manual_seed(seed)
+    model = Model()
+    model.blocks[0] = wrap(model.blocks[0])
+    return build(here(stage), seed=seed, model=model)
+
+
 @scenario(2)
-def compiled_modules_and_plain_ones_have_the_same_names(folder: Path) -> None:
+def wrapped_modules_and_plain_ones_have_the_same_names(folder: Path) -> None:
     makers = {
-        "plain": lambda stage, seed: build(here(stage), seed=seed, model=Model()),
+        "plain": lambda stage, seed: wrapped(stage, seed, lambda block: block),
         "whole": lambda stage, seed: compiled(stage, seed, whole=True),
         "part": lambda stage, seed: compiled(stage, seed, whole=False),
+        "recomputed": lambda stage, seed: wrapped(stage, seed, checkpoint_wrapper),
+        "dropping": lambda stage, seed: wrapped(stage, seed, RandomLayerTokenDrop),
     }
-    for a, b in (("plain", "whole"), ("whole", "plain"), ("part", "plain"), ("whole", "part")):
+    for a, b in (
+        ("plain", "whole"), ("whole", "plain"), ("part", "plain"), ("whole", "part"),
+        ("plain", "recomputed"), ("recomputed", "plain"), ("plain", "dropping"), ("dropping", "recomputed"),
+    ):  # fmt: skip
         source, target = makers[a](1, 1), makers[b](3, 2)
         train(source, 2)
         source.save_checkpoint(str(folder / f"{a}{b}"))
@@ -192,11 +209,13 @@ def compiled_modules_and_plain_ones_have_the_same_names(folder: Path) -> None:
         target.load_checkpoint(str(folder / f"{a}{b}"))
         assert differences(truth, _plainly(consolidated(target, ("exp_avg", "exp_avg_sq")))) == [], (a, b)
         names = {e.name for e in target.checkpoint_engine.last_report.entries}
-        assert not any("_orig_mod" in name for name in names)
+        assert not any(wrapper in name for name in names for wrapper in WRAPPERS)
 
 
 def _plainly(truth: dict[str, Any]) -> dict[str, Any]:
-    return {key.replace("_orig_mod.", ""): value for key, value in truth.items()}
+    for wrapper in WRAPPERS:
+        truth = {key.replace(f"{wrapper}.", ""): value for key, value in truth.items()}
+    return truth
 
 
 # ---------------------------------------------------------------- buffers

@@ -13,6 +13,12 @@ def test_names_of_compiled_modules_are_plain_unless_that_is_another_ones_name() 
                                       "c_orig_mod.d": "c_orig_mod.d"}  # fmt: skip
 
 
+def test_names_are_those_of_the_module_without_wrappers() -> None:
+    assert plain("h.0._checkpoint_wrapped_module.mlp.weight") == "h.0.mlp.weight"
+    assert plain("h.0.random_ltd_layer._orig_mod.mlp.weight") == "h.0.mlp.weight"
+    assert plain("h.0.my_random_ltd_layer.weight") == "h.0.my_random_ltd_layer.weight"
+
+
 def test_a_copy_of_a_tied_module_keeps_only_the_names_of_what_is_shared() -> None:
     copies = [TiedCopy("embed", 3, frozenset({"weight"}))]
     stored = {
