@@ -95,7 +95,8 @@ class Matching:
         The rule for parameters to average: each rank takes its own values if the number of tensor-parallel ranks is that of
         the checkpoint, else the mean, as ``ds_to_universal`` does (``merge_tp_slices``).
         """
-        values, ranks = of_all_ranks(source, self.known), self.names.averaged
+        several = int(self.checkpoint.manifest.writer.topology.get("tensor") or 1) > 1  # else @tp1 is a name of the model
+        values, ranks = of_all_ranks(source, self.known) if several else (source,), self.names.averaged
         if tensor.averaged and len(values) == ranks.ranks:
             return values[ranks.rank]
         if len(values) > 1:

@@ -218,6 +218,33 @@ def _plainly(truth: dict[str, Any]) -> dict[str, Any]:
     return truth
 
 
+class Suffixed(torch.nn.Module):
+    """A model whose names have the form of those that a checkpoint gives to further tensor-parallel ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.several = torch.nn.ParameterDict({name: torch.randn(4) for name in ("w", "w@tp1", "w@tp2")})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for parameter in self.several.values():
+            x = x * parameter
+        return x
+
+
+@scenario(2)
+def names_of_a_model_may_have_the_form_of_further_tensor_parallel_ranks(folder: Path) -> None:
+    for stage in (0, 3):
+        source, target = (build(here(stage), seed=seed, model=seeded(Suffixed, seed)) for seed in (1, 2))
+        assert source.save_checkpoint(str(folder / str(stage)))
+        target.load_checkpoint(str(folder / str(stage)))
+        assert differences(consolidated(source, ()), consolidated(target, ())) == []
+
+
+def seeded(kind: type[torch.nn.Module], seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return kind()
+
+
 # ---------------------------------------------------------------- buffers
 
 
