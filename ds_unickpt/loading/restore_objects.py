@@ -155,11 +155,15 @@ class RestoredObjects:
             saved, self._rank_objects, self.view.rank, self._ranks_before, self.view.world
         )
         self._object(CLIENT, "set" if changed else "restored", changed)
+        counters = saved.get("engine") or {}
         extras = {
             "ds_config": saved.get("ds_config"),
             "ds_version": self.checkpoint.manifest.writer.framework_version,
-            "global_samples": (saved.get("engine") or {}).get("global_samples"),
+            "global_samples": counters.get("global_samples"),
         }
+        if self.wanted.module_only:  # the engine keeps its own
+            steps = counters.get("global_steps", self.checkpoint.manifest.step)
+            extras |= {"global_steps": steps, "skipped_steps": counters.get("skipped_steps")}
         if not self.wanted.scheduler and not self.wanted.module_only:
             extras["lr_scheduler"] = (saved.get("lr_scheduler") or {}).get("state")
         return {**extras, **client_state}

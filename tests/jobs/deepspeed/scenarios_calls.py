@@ -39,6 +39,7 @@ def load_flags_have_the_meaning_of_deepspeed(folder: Path) -> None:
     assert found["groups"] == before["groups"]
     assert path is not None
     assert client["epoch"] == 5
+    assert [client[key] for key in ("global_steps", "global_samples", "skipped_steps")] == truth["counters"]
     train(weights_only, 1)
 
     no_states = build(here(3), seed=3)
