@@ -21,6 +21,7 @@ from tests.jobs.deepspeed.scenario_worker import scenario
 from tests.jobs.deepspeed.truth import consolidated, differences, optimizer_of
 from tests.support.extent import some
 from unickpt.base.errors import UnickptError
+from unickpt.cli.main import main
 
 
 def here(stage: int, precision: str = "fp32") -> Layout:
@@ -181,11 +182,11 @@ def compiled(stage: int, seed: int, *, whole: bool) -> Any:
     return build(here(stage), seed=seed, model=model)
 
 
-def wrapped(stage: int, seed: int, wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> Any:
+def wrapped(stage: int, seed: int, wrap: Callable[[torch.nn.Module], torch.nn.Module], **extra: Any) -> Any:
     torch.manual_seed(seed)
     model = Model()
     model.blocks[0] = wrap(model.blocks[0])
-    return build(here(stage), seed=seed, model=model)
+    return build(here(stage), seed=seed, model=model, **extra)
 
 
 @scenario(2)
@@ -216,6 +217,28 @@ def _plainly(truth: dict[str, Any]) -> dict[str, Any]:
     for wrapper in WRAPPERS:
         truth = {key.replace(f"{wrapper}.", ""): value for key, value in truth.items()}
     return truth
+
+
+@scenario(2)
+def converted_checkpoints_of_wrapped_modules_have_the_names_of_the_plain_one(folder: Path) -> None:
+    """DeepSpeed names what its optimizers have after the wrapped module, and strips the names of the module's state dict."""
+    steps = {"require_steps": 4, "seq_per_step": 2}
+    schedule = {"min_value": 2, "max_value": 8, "schedule_type": "fixed_linear", "schedule_config": steps}
+    ltd = {"enabled": True, "total_layer_num": 2, "random_ltd_layer_num": 1, "random_ltd_schedule": schedule}
+    routing = {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": ltd}}}
+    for wrap, extra in ((checkpoint_wrapper, {}), (RandomLayerTokenDrop, routing)):
+        for stage in (1, 3):
+            place = folder / f"{wrap.__name__}{stage}"
+            source = wrapped(stage, 1, wrap, unickpt={"enabled": False}, **extra)
+            train(source, 2)
+            source.save_checkpoint(str(place / "own"))
+            truth = _plainly(consolidated(source, ("exp_avg", "exp_avg_sq")))
+            if dist.get_rank() == 0:
+                assert main(["convert", str(place / "own"), str(place / "new")]) == 0
+            dist.barrier()
+            target = wrapped(1, 2, lambda block: block)
+            target.load_checkpoint(str(place / "new"))
+            assert differences(truth, consolidated(target, ("exp_avg", "exp_avg_sq")), ignore=("buffer/",)) == [], place
 
 
 class Suffixed(torch.nn.Module):

@@ -21,6 +21,9 @@ EXPERT = re.compile(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mo
 EXPERTS = ".deepspeed_moe.experts.deepspeed_experts."  # in names, before the number of an expert
 EXTRA_STATE = "_extra_state"  # PyTorch's name for the extra state of a module, which can have any type
 UNIVERSAL_LATEST = "latest_universal"  # in the save directory: the tag of a universal checkpoint
+# torch's wrapper of activation checkpointing, and DeepSpeed's random-LTD: the state dict of a module lacks their part of a name
+_WRAPPERS = frozenset(("_checkpoint_wrapped_module", "random_ltd_layer"))
+_NAMED = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names")
 _KNOWN = (MODEL, OPTIMIZER, EXPERTS_OPTIMIZER, LAYER, EXPERT)
 
 
@@ -157,6 +160,7 @@ def read_folder(folder: Path, files: OpenFiles, also: Sequence[str]) -> Folder:
     for match, file in found[OPTIMIZER] or found[EXPERTS_OPTIMIZER]:
         ranks[int(match["model"])].optimizers[int(match["data"])] = file
     for rank in ranks.values():
+        _name_as_the_module(rank)
         _weights(rank, rank.first.path, rank.first.get("module", dict, {}))
     for match, file in found[EXPERT]:
         _weights(ranks[int(match["model"])], file.path, file.content)
@@ -179,6 +183,26 @@ def read_file(path: Path, files: OpenFiles, also: Sequence[str]) -> File:
     if not isinstance(content, dict):
         raise FormatError(f"{path}: contains a {type(content).__name__}, expected a dictionary")
     return File(path, content)
+
+
+def _name_as_the_module(rank: ModelRank) -> None:
+    """Give what DeepSpeed has by name the names of the state dict of the module, which lacks those of wrappers."""
+    module = rank.first.get("module", dict, {})
+
+    def plain(found: Any) -> Any:
+        if isinstance(found, str):
+            return found if found in module else ".".join(part for part in found.split(".") if part not in _WRAPPERS)
+        if isinstance(found, dict):
+            return {plain(key): plain(value) if isinstance(value, str) else value for key, value in found.items()}
+        return [plain(each) for each in found] if isinstance(found, (list, tuple)) else found
+
+    for at, file in rank.models.items():
+        rank.models[at] = File(file.path, {**file.content, **{key: plain(file.content.get(key)) for key in _NAMED}})
+    for at, file in rank.optimizers.items():
+        states = file.content.get("optimizer_state_dict")
+        if isinstance(states, dict) and "param_slice_mappings" in states:
+            named = {**states, "param_slice_mappings": plain(states["param_slice_mappings"])}
+            rank.optimizers[at] = File(file.path, {**file.content, "optimizer_state_dict": named})
 
 
 def _weights(rank: ModelRank, path: Path, module: Mapping[str, Any], prefix: str = "") -> None:
