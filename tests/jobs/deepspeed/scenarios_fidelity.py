@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.data_pipeline.data_routing.basic_layer import RandomLayerTokenDrop
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -234,11 +238,24 @@ def converted_checkpoints_of_wrapped_modules_have_the_names_of_the_plain_one(fol
             source.save_checkpoint(str(place / "own"))
             truth = _plainly(consolidated(source, ("exp_avg", "exp_avg_sq")))
             if dist.get_rank() == 0:
+                make_universal(place / "own" / "global_step2", place / "universal")
                 assert main(["convert", str(place / "own"), str(place / "new")]) == 0
+                assert main(["convert", str(place / "universal"), str(place / "newer")]) == 0
             dist.barrier()
-            target = wrapped(1, 2, lambda block: block)
-            target.load_checkpoint(str(place / "new"))
-            assert differences(truth, consolidated(target, ("exp_avg", "exp_avg_sq")), ignore=("buffer/",)) == [], place
+            for made in ("new", "newer"):
+                target = wrapped(1, 2, lambda block: block)
+                target.load_checkpoint(str(place / made))
+                assert differences(truth, consolidated(target, ("exp_avg", "exp_avg_sq"))) == [], place / made
+
+
+def make_universal(source: Path, target: Path) -> None:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        ds_to_universal.main(
+            argparse.Namespace(
+                input_folder=str(source), output_folder=str(target), num_extract_workers=1, num_merge_workers=1,
+                keep_temp_folder=False, strict=True, inject_missing_state=True,
+            )
+        )  # fmt: skip
 
 
 class Suffixed(torch.nn.Module):

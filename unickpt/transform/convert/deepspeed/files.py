@@ -160,8 +160,10 @@ def read_folder(folder: Path, files: OpenFiles, also: Sequence[str]) -> Folder:
     for match, file in found[OPTIMIZER] or found[EXPERTS_OPTIMIZER]:
         ranks[int(match["model"])].optimizers[int(match["data"])] = file
     for rank in ranks.values():
-        _name_as_the_module(rank)
-        _weights(rank, rank.first.path, rank.first.get("module", dict, {}))
+        module = rank.first.get("module", dict, {})
+        for named in (rank.models, rank.optimizers):
+            named.update({at: named_as_module(file, module) for at, file in named.items()})
+        _weights(rank, rank.first.path, module)
     for match, file in found[EXPERT]:
         _weights(ranks[int(match["model"])], file.path, file.content)
     for tensor in range(tensors):
@@ -185,24 +187,26 @@ def read_file(path: Path, files: OpenFiles, also: Sequence[str]) -> File:
     return File(path, content)
 
 
-def _name_as_the_module(rank: ModelRank) -> None:
-    """Give what DeepSpeed has by name the names of the state dict of the module, which lacks those of wrappers."""
-    module = rank.first.get("module", dict, {})
+def name_in_module(name: str, module: Mapping[str, Any]) -> str:
+    """Return the name of a parameter or buffer in the state dict of its module, which lacks the names of wrappers."""
+    return name if name in module else ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def named_as_module(file: File, module: Mapping[str, Any]) -> File:
+    """Return a file whose values by name have the names of the module's state dict."""
 
     def plain(found: Any) -> Any:
         if isinstance(found, str):
-            return found if found in module else ".".join(part for part in found.split(".") if part not in _WRAPPERS)
+            return name_in_module(found, module)
         if isinstance(found, dict):
             return {plain(key): plain(value) if isinstance(value, str) else value for key, value in found.items()}
         return [plain(each) for each in found] if isinstance(found, (list, tuple)) else found
 
-    for at, file in rank.models.items():
-        rank.models[at] = File(file.path, {**file.content, **{key: plain(file.content.get(key)) for key in _NAMED}})
-    for at, file in rank.optimizers.items():
-        states = file.content.get("optimizer_state_dict")
-        if isinstance(states, dict) and "param_slice_mappings" in states:
-            named = {**states, "param_slice_mappings": plain(states["param_slice_mappings"])}
-            rank.optimizers[at] = File(file.path, {**file.content, "optimizer_state_dict": named})
+    content = {**file.content, **{key: plain(file.content[key]) for key in _NAMED if key in file.content}}
+    states, mappings = content.get("optimizer_state_dict"), "param_slice_mappings"
+    if isinstance(states, dict) and mappings in states:
+        content["optimizer_state_dict"] = {**states, mappings: plain(states[mappings])}
+    return File(file.path, content)
 
 
 def _weights(rank: ModelRank, path: Path, module: Mapping[str, Any], prefix: str = "") -> None:

@@ -20,7 +20,7 @@ from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord
 from unickpt.checkpoint.load.checked_read import bytes_of
-from unickpt.transform.convert.deepspeed.files import MODEL, File, is_deepspeed, read_file
+from unickpt.transform.convert.deepspeed.files import MODEL, File, is_deepspeed, name_in_module, named_as_module, read_file
 from unickpt.transform.convert.deepspeed.model_states import (
     SourceBuilder,
     as_number,
@@ -102,7 +102,7 @@ class _UniversalReader(SourceBuilder):
             raise NotACheckpointError(f"{folder}: has no {FOLDER}/{OPTIMIZER_FILE} beside mp_rank_*_model_states.pt")
         whole = _read_files(folder, MODEL_FILE_WHOLE, files, also)  # a folder can have both kinds, for jobs of any stage
         every = _read_files(folder, MODEL, files, also)
-        self.files = whole or every
+        self.files = {at: named_as_module(file, file.get("module", dict, {})) for at, file in (whole or every).items()}
         super().__init__(folder, self.files[min(self.files)])
         self.model = _Parameters()
         self._files, self._also = files, also
@@ -160,7 +160,10 @@ class _UniversalReader(SourceBuilder):
 
     def _stored(self, trained: Sequence[str]) -> dict[str, Path]:
         """Return the folder of every trained parameter. Only folders listed in ``zero`` are used, never a path from a name."""
-        present = {path.name: path for path in (self.folder / FOLDER).iterdir() if path.is_dir()}
+        module = self.first.get("module", dict, {})
+        folders = {path.name: path for path in (self.folder / FOLDER).iterdir() if path.is_dir()}
+        wrapped = {plain: path for name, path in folders.items() if (plain := name_in_module(name, module)) != name}
+        present = folders | wrapped  # beside these, DeepSpeed's script writes the module's weights as if they were frozen
         missing = [name for name in trained if name not in present]
         if missing:
             raise FormatError(
