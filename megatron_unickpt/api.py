@@ -35,6 +35,7 @@ from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.replayed import layout_of, replayed, replays
 from unickpt.checkpoint.load.resume import Offer, Together, resume
 from unickpt.checkpoint.memory.offers import MemoryResume
+from unickpt.checkpoint.memory.tier import MemoryTurn
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.storage.base import absolute, join, split
 from unickpt.diagnosis import session
@@ -81,32 +82,39 @@ def save(
         None; with ``asynchronous`` a ``MegatronSave``: call its ``conclude()`` on every rank before the next save.
 
     Raises:
-        MegatronSaveError: on every rank, if any rank could not write.
+        MegatronSaveError: on every rank, if any rank could not write, or if the state of any rank could not be described.
         ConfigError: ``vocabulary`` is not a positive integer, or this process is not in the group.
     """
     with RUNTIME.among(group, timeout_s):
         if vocabulary is not None and (type(vocabulary) is not int or vocabulary < 1):
             raise ConfigError(f"vocabulary={vocabulary!r}: expected the number of the tokenizer's entries, a positive integer")
         alone = _is_a_part(group)
-        state = _state(model, optimizer, scheduler, metadata, is_loading=False)
-        state |= {"iteration": iteration, "extra": extra or {}}
-        if vocabulary is not None:
-            state[VOCABULARY] = vocabulary
         described = {**(metadata or {}), **METADATA}
         save_dir = split(absolute(str(directory)))[0]
         tier = None if memory is None else RUNTIME.memory(memory, RUNTIME.saver().options, save_dir)
         turn = tier.turn(save_dir, RUNTIME.exchange()) if tier is not None and tier.enabled else None
-        saved = partial(
-            saving.save, RUNTIME, state, directory, content_metadata=described, asynchronous=asynchronous,
-            validate_access_integrity=not alone,  # a collective of all ranks
-            share=not alone,  # copies of ranks that may not call
-        )  # fmt: skip
+
+        def saved(turn: MemoryTurn | None) -> Any:
+            try:
+                state = _state(model, optimizer, scheduler, metadata, is_loading=False)
+            except Exception as err:
+                raise saving.refuse(RUNTIME, err, turn=turn) from err  # the other ranks wait for this one
+            state |= {"iteration": iteration, "extra": extra or {}}
+            if vocabulary is not None:
+                state[VOCABULARY] = vocabulary
+            return saving.save(
+                RUNTIME, state, directory, content_metadata=described, asynchronous=asynchronous,
+                validate_access_integrity=not alone,  # a collective of all ranks
+                share=not alone,  # copies of ranks that may not call
+                turn=turn,
+            )  # fmt: skip
+
         try:
-            request = saved(turn=turn)
+            request = saved(turn)
         except MegatronSaveError:
             if turn is None:
                 raise
-            request = saved()
+            request = saved(None)
         return request.finalize_fns.pending if asynchronous else None
 
 
@@ -261,7 +269,12 @@ def _load(
 ) -> dict[str, Any]:  # fmt: skip
     if missing_state not in (None, *MISSING):
         raise ConfigError(f"missing_state={missing_state!r}: expected one of {', '.join(MISSING)}")
-    state = _state(model, optimizer, scheduler, metadata, is_loading=True)
+    try:
+        state = _state(model, optimizer, scheduler, metadata, is_loading=True)
+    except Exception as err:  # the other ranks wait for this one
+        with as_megatron_errors():
+            loading.begin_together(RUNTIME, directory).agree("open", err)
+        raise
     receiver = Receiver(scheduler=scheduler)
     loaded = loading.load(
         RUNTIME, state, directory, receiver=receiver, adapt=_with_stored_generators, source=source, load_dialect=load_dialect,

@@ -21,6 +21,7 @@ from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
 from tests.jobs.megatron.scenarios import scenario
 from tests.jobs.megatron.sharded_state import halves, made, shards_begin_anywhere, strategy
+from unickpt.base.options.job import MemoryOptions
 
 
 @scenario(2)
@@ -32,6 +33,34 @@ def a_key_missing_on_one_rank_fails_the_load_on_all_ranks(folder: Path) -> None:
         wanted["b"] = ShardedTensor.from_rank_offsets("b", torch.zeros(2))
     with pytest.raises(CheckpointingException):
         dist_checkpointing.load(wanted, where, strict="raise_unexpected")
+
+
+@scenario(2)
+def a_model_that_one_rank_cannot_describe_fails_on_all_ranks(folder: Path) -> None:
+    """Without waiting for the time limit: a program that catches the error goes on, and its process does not end."""
+    job, where = Job(Layout(dp=2)), str(folder / "ck")
+    megatron_unickpt.save(where, job.chunks, job.optimizer, iteration=1)
+    describe = job.modules[0].sharded_state_dict
+
+    def refusing(*_: Any, **__: Any) -> Any:
+        raise AssertionError("tied embeddings")
+
+    if dist.get_rank() == 1:
+        job.modules[0].sharded_state_dict = refusing
+    (folder / "memory").mkdir(exist_ok=True)
+    in_memory = MemoryOptions(4, folder=str(folder / "memory"))
+    ways: list[dict[str, Any]] = [{}, {"asynchronous": True}, {"memory": in_memory}]
+    for way in ways:
+        with pytest.raises(MegatronSaveError, match=r"rank 1.*tied embeddings"):
+            megatron_unickpt.save(str(folder / "no"), job.chunks, job.optimizer, iteration=2, timeout_s=60, **way)
+    own = AssertionError if dist.get_rank() == 1 else CheckpointingException
+    with pytest.raises(own, match="tied embeddings"):
+        megatron_unickpt.load(where, job.chunks, job.optimizer, timeout_s=60)
+    with pytest.raises(own, match="tied embeddings"):
+        megatron_unickpt.resume_or_start(str(folder), job.chunks, job.optimizer, timeout_s=60)
+    job.modules[0].sharded_state_dict = describe
+    assert megatron_unickpt.load(where, job.chunks, job.optimizer)["iteration"] == 1
+    megatron_unickpt.save(str(folder / "no"), job.chunks, job.optimizer, iteration=2)
 
 
 @scenario(2)
