@@ -16,6 +16,7 @@ from typing import TypeVar
 from unickpt.checkpoint.storage.base import Reader, may_be_cached
 
 T = TypeVar("T")
+_MANY = 8  # ranges
 ReadTurn = contextlib.AbstractContextManager[object]
 
 
@@ -49,9 +50,13 @@ def in_turns(
     if not may_be_cached(reader):
         yield from (([each], contextlib.nullcontext()) for each in ranges)
         return
+    listed, near = list(ranges), False
+    if len(listed) >= _MANY:
+        begin, end = span(listed[0])[0], sum(span(listed[-1]))
+        near = reader.is_cached(begin, end - begin, True, 2 * len(listed))  # instead of a question for each
     from_disk = []
-    for each in ranges:
-        if reader.is_cached(*span(each)):
+    for each in listed:
+        if near or reader.is_cached(*span(each)):
             yield [each], cores
         else:
             from_disk.append(each)

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from unickpt.checkpoint.format.boxes import Box, flat_range, split_flat_range
@@ -101,34 +102,34 @@ class Fragment:
 
 def by_file(index: Index, plan: ReadPlan, requests: Sequence[Request]) -> Iterator[tuple[str, list[Fragment]]]:
     """Yield each file with its fragments in file order. A fragment with several uses occurs once."""
-    sizes = index.size_bytes()
-    rows, targets = plan.fragment.tolist(), plan.target.tolist()
-    starts, shapes = plan.start.tolist(), plan.shape.tolist()
-    file, last, fragments = -1, -1, list[Fragment]()
-    for at, row in enumerate(rows):
-        if int(index.file[row]) != file:
+    first = np.flatnonzero(np.diff(plan.fragment, prepend=-1))
+    rows = plan.fragment[first]
+    near = index.take(rows)
+    uses = list(_uses(plan, requests))
+    edges = [*first.tolist(), len(uses)]
+    columns = (rows, near.tensor, near.file, near.offset_bytes, near.size_bytes, index.checksum[rows], near.start, near.shape)
+    file, fragments = -1, list[Fragment]()
+    for at, (row, tensor, of, offset, size, checksum, start, shape) in enumerate(
+        zip(*(column.tolist() for column in columns), strict=True)
+    ):
+        if of != file:
             if fragments:
                 yield index.files[file], fragments
-            file, fragments = int(index.file[row]), []
-        if row != last:
-            last = row
-            fragments.append(
-                Fragment(
-                    row,
-                    index.tensors[int(index.tensor[row])],
-                    index.box(row),
-                    int(index.offset_bytes[row]),
-                    int(sizes[row]),
-                    int(index.checksum[row]),
-                    0,
-                    int(sizes[row]),
-                )
-            )
-        request = requests[targets[at]]
-        ndim = request.box.ndim
-        fragments[-1].uses.append(Use(Box(tuple(starts[at][:ndim]), tuple(shapes[at][:ndim])), request))
+            file, fragments = of, []
+        info = index.tensors[tensor]
+        ndim = len(info.shape)
+        box = Box(tuple(start[:ndim]), tuple(shape[:ndim]))
+        fragments.append(Fragment(row, info, box, offset, size, checksum, 0, size, uses[edges[at] : edges[at + 1]]))
     if fragments:
         yield index.files[file], fragments
+
+
+def _uses(plan: ReadPlan, requests: Sequence[Request]) -> Iterator[Use]:
+    for target, start, shape in zip(plan.target.tolist(), plan.start.tolist(), plan.shape.tolist(), strict=True):
+        request = requests[target]
+        ndim = request.box.ndim
+        region = Box(tuple(start[:ndim]), tuple(shape[:ndim]))
+        yield Use(request.box if region == request.box else region, request)
 
 
 def needed_bytes(fragment: Fragment) -> int:

@@ -176,8 +176,8 @@ class _CountedReader:
     def note(self, size_bytes: int) -> None:
         self._counts.add(HERE, size_bytes)
 
-    def is_cached(self, offset_bytes: int, size_bytes: int, unknown: bool = True, /) -> bool:
-        return may_be_cached(self._reader) and self._reader.is_cached(offset_bytes, size_bytes, unknown)
+    def is_cached(self, offset_bytes: int, size_bytes: int, unknown: bool = True, every: int = 0, /) -> bool:
+        return may_be_cached(self._reader) and self._reader.is_cached(offset_bytes, size_bytes, unknown, every)
 
 
 class _RemoteReader:

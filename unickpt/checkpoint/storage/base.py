@@ -56,8 +56,11 @@ class CachedReader(Reader, Protocol):
     defeat that.
     """
 
-    def is_cached(self, offset_bytes: int, size_bytes: int, unknown: bool = True, /) -> bool:
-        """Return whether the page cache holds most of a range; ``unknown`` if the system does not tell."""
+    def is_cached(self, offset_bytes: int, size_bytes: int, unknown: bool = True, every: int = 0, /) -> bool:
+        """Return whether the page cache holds most of a range; ``unknown`` if the system does not tell.
+
+        With ``every``: whether it holds all of about so many pages of the range.
+        """
 
 
 def has_descriptor(reader: Reader) -> TypeGuard[DescriptorReader]:

@@ -36,31 +36,42 @@ def address_of(part: memoryview) -> int:
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def mostly_cached(descriptor: int, offset_bytes: int, size_bytes: int, unknown: bool = True) -> bool:
-    """Return whether the page cache holds most of a range, by ``mincore`` on some pages of it, or on all of a few.
+def mostly_cached(descriptor: int, offset_bytes: int, size_bytes: int, unknown: bool = True, every: int = 0) -> bool:
+    """Return whether the page cache holds most of a range. With ``every``: all of about so many pages of it.
 
-    A question about every page of a checkpoint takes as long as a tenth of its reads. A non-blocking read is no alternative: it
-    triggers read-ahead. Linux reports every page of a file as cached to a user that neither owns it nor may write it
-    (``can_do_mincore`` in ``mm/mincore.c``).
+    Linux reports every page of a file as cached to a user that neither owns it nor may write it (``can_do_mincore`` in
+    ``mm/mincore.c``).
 
     ``unknown`` is returned if the system does not tell.
     """
     if not unknown and not _is_told(descriptor):
         return False
+    share = _cached_share(descriptor, offset_bytes, size_bytes, every or _SAMPLE_PAGES)
+    if share is None:
+        return unknown
+    return share == 1.0 if every else share > 0.5
+
+
+def _cached_share(descriptor: int, offset_bytes: int, size_bytes: int, looks: int) -> float | None:
+    """Return the share of a range that the page cache holds; None if the system does not tell.
+
+    By ``mincore`` on some of its pages, or on all of a few. A question about every page of a checkpoint takes as long as a
+    tenth of its reads. A non-blocking read is no alternative: it triggers read-ahead.
+    """
     begin = offset_bytes // mmap.PAGESIZE * mmap.PAGESIZE
     length = offset_bytes + size_bytes - begin
     try:
         mapped = mmap.mmap(descriptor, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=begin)
     except (OSError, ValueError):
-        return unknown
+        return None
     with mapped:
         view = np.frombuffer(mapped, np.uint8)
         address, pages = int(view.ctypes.data), -(-length // mmap.PAGESIZE)
         del view  # a mapping with a live view cannot be closed
         if pages <= _ALL_PAGES:
-            return 2 * _resident(address, pages) > pages
-        places = range(0, pages, pages // _SAMPLE_PAGES)
-        return 2 * sum(_resident(address + page * mmap.PAGESIZE, 1) for page in places) > len(places)
+            return _resident(address, pages) / pages
+        places = range(0, pages, max(pages // looks, 1))
+        return sum(_resident(address + page * mmap.PAGESIZE, 1) for page in places) / len(places)
 
 
 def _is_told(descriptor: int) -> bool:

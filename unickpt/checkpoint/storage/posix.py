@@ -346,8 +346,8 @@ class _DescriptorReader:
 
     def note(self, size_bytes: int) -> None: ...
 
-    def is_cached(self, offset_bytes: int, size_bytes: int, unknown: bool = True, /) -> bool:
-        return direct_io.mostly_cached(self.descriptor, offset_bytes, size_bytes, unknown)
+    def is_cached(self, offset_bytes: int, size_bytes: int, unknown: bool = True, every: int = 0, /) -> bool:
+        return direct_io.mostly_cached(self.descriptor, offset_bytes, size_bytes, unknown, every)
 
 
 def _sync_directory(path: Path) -> None:

@@ -136,19 +136,26 @@ def test_only_a_file_that_may_be_on_a_disk_is_read_in_order(tmp_path: Path) -> N
         def read_into(self, parts: Sequence[memoryview], offset_bytes: int) -> None: ...
 
     class HalfCached(Remote):
-        def is_cached(self, offset_bytes: int, size_bytes: int) -> bool:
-            assert size_bytes == 10
+        def is_cached(self, offset_bytes: int, size_bytes: int, unknown: bool = True, every: int = 0, /) -> bool:
+            assert unknown
+            assert (size_bytes, every) in ((10, 0), (100, 20))
             return offset_bytes >= 30
 
-    cores = cores_of(1)
-    spans = [(at, 10) for at in range(0, 50, 10)]
+    class Cached(Remote):
+        def is_cached(self, offset_bytes: int, size_bytes: int, unknown: bool = True, every: int = 0, /) -> bool:
+            assert (offset_bytes, size_bytes, unknown, every) == (0, 100, True, 20), "one question for many ranges"
+            return True
 
-    def turns(reader: Reader) -> list[tuple[list[int], bool]]:
-        found = in_turns(reader, spans, lambda span: span, cores)
+    cores = cores_of(1)
+
+    def turns(reader: Reader, count: int) -> list[tuple[list[int], bool]]:
+        found = in_turns(reader, [(10 * at, 10) for at in range(count)], lambda span: span, cores)
         return [([offset for offset, _ in ranges], turn is cores) for ranges, turn in found]
 
-    assert turns(Remote()) == [([at], False) for at in range(0, 50, 10)]
-    assert turns(HalfCached()) == [([30], True), ([40], True), ([0, 10, 20], False)]
+    assert turns(Remote(), 5) == [([at], False) for at in range(0, 50, 10)]
+    assert turns(HalfCached(), 5) == [([30], True), ([40], True), ([0, 10, 20], False)]
+    assert turns(HalfCached(), 10) == [*(([at], True) for at in range(30, 100, 10)), ([0, 10, 20], False)]
+    assert turns(Cached(), 10) == [([at], True) for at in range(0, 100, 10)]
 
 
 @pytest.mark.parametrize("at_byte", [0, 3_999, 4_000, 700_000, 1_204_004, 6_000_000, 7_484_015])

@@ -186,6 +186,7 @@ def test_a_range_is_cached_if_most_of_its_pages_are(tmp_path: Path, read_mib: in
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
         assert len(file.read(read_mib << 20)) == read_mib << 20
         assert direct_io.mostly_cached(file.fileno(), 0, 4 << 20) == (read_mib > 2)
+        assert direct_io.mostly_cached(file.fileno(), 0, 4 << 20, True, 64) == (read_mib == 4)
         assert direct_io.mostly_cached(file.fileno(), 5, 100) == (read_mib > 0)
         assert direct_io.mostly_cached(file.fileno(), (4 << 20) - 1, 1) == (read_mib == 4)
 
