@@ -46,8 +46,8 @@ def exchange_of(
     """Return the message exchange for one save or load of a process group; None: the default group, or this process alone.
 
     Every rank of the group makes the same calls in the same order. The key-value store of the job counts the calls of each
-    rank, so the n-th call of one rank meets the n-th call of the others. A call that only some ranks made does not count once
-    they gave up.
+    rank, so the n-th call of one rank meets the n-th call of the others. A rank skips calls that it never made, and that the
+    others gave up.
 
     Args:
         group: process group.
@@ -72,17 +72,12 @@ def exchange_of(
 
     def counted() -> MessageExchange:
         number = store.add(f"{counter}/{rank}", 1)
-
-        def uncount() -> None:
-            if store.add(f"{counter}/0", 0) < number:
-                store.add(f"{counter}/{rank}", -1)
-
         return MessageExchange(
             store, rank=rank, world=world, prefix=f"unickpt/{purpose}/{name}/{number}", timeout_s=timeout_s, ended=ended,
-            call=place.rstrip("/").rpartition("/")[2], uncount=uncount,
+            call=place.rstrip("/").rpartition("/")[2],
         )  # fmt: skip
 
     exchange = counted()
-    while exchange.is_missed():
+    while exchange.is_of_others():
         exchange = counted()
     return exchange

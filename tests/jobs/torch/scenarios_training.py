@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import unittest
 from collections.abc import Callable
 from pathlib import Path
@@ -412,7 +413,10 @@ def a_model_on_the_meta_device_and_offloaded_to_the_cpu_is_filled(folder: Path) 
 
 @scenario(2)
 def calls_that_one_rank_made_alone_do_not_count(folder: Path) -> None:
-    """Such as a save in the handler of an exception. It ends with an error, and later calls of all ranks meet."""
+    """Such as a save in the handler of an exception. It ends with an error, and later calls of all ranks meet.
+
+    So do those after a save for which a rank came too late.
+    """
     rank, job = dist.get_rank(), job_of("ddp2", 1)
     for alone in (1, 0, 1):
         if rank == alone:
@@ -424,3 +428,7 @@ def calls_that_one_rank_made_alone_do_not_count(folder: Path) -> None:
         other = job_of("ddp2", 3)
         unickpt.load_training(other.model, other.optimizer, folder / f"all{alone}3", timeout_s=60)
         assert apart(job.truth(), other.truth()) == []
+        time.sleep(4.0 * (rank != alone))
+        with pytest.raises(unickpt.CoordinationError, match="gave up"):
+            unickpt.save_training(job.model, job.optimizer, folder / f"late{alone}", step=4, timeout_s=1)
+        unickpt.save_training(job.model, job.optimizer, folder / f"then{alone}", step=4, timeout_s=60)

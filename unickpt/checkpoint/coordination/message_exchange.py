@@ -92,13 +92,12 @@ class MessageExchange:
         notice_s: seconds after which one warning names the missing ranks.
         ended: returns the ranks whose processes have ended (``round_folder.ends_of_job``). A wait for a message that
             one of them has not sent ends at once.
-        call: what tells this call of the program from others, the same on all ranks (``is_missed``).
-        uncount: called if the coordinator never makes this call, so that the next one of this rank meets its next one.
+        call: what tells this call of the program from others, the same on all ranks. See ``is_of_others``.
     """
 
     def __init__(
         self, store: Store | None, *, rank: int, world: int, prefix: str, timeout_s: float = 1800.0, notice_s: float = 20.0,
-        ended: Callable[[], frozenset[int]] = frozenset, call: str = "", uncount: Callable[[], object] | None = None,
+        ended: Callable[[], frozenset[int]] = frozenset, call: str = "",
     ) -> None:  # fmt: skip
         if store is None and world != 1:
             raise CoordinationError(f"{world} ranks need a key-value store for coordination, but none was given")
@@ -106,10 +105,10 @@ class MessageExchange:
         self._store, self._prefix, self._round, self.ended = store, prefix, 0, ended
         self._session = "0"
         self._begun: dict[str, int] = {}
-        self._call_name, self._uncount = call, uncount
+        self._name = call
+        self._uncount: Callable[[], None] | None = None
         self._following: Callable[[], MessageExchange] | None = None
         self._heard = False  # anything of the coordinator
-        self._sent: list[str] = []  # until then
         self._spent: list[str] = []
         self._pauses = Pauses.of(world)
 
@@ -155,16 +154,16 @@ class MessageExchange:
             return ""
         return str(self._take(self._abandon_key, delete=False)["reason"])
 
-    def is_missed(self) -> bool:
-        """Return whether the coordinator has made another call here, and gave up waiting for this rank, which never made it."""
-        if self._store is None or self.rank == 0 or not self._present([self._abandon_key]):
+    def is_of_others(self) -> bool:
+        """Return whether other ranks made another call here, which this rank never made, and gave up."""
+        if self._store is None or not self._present([self._abandon_key]):
             return False
-        return bool(self._take(self._abandon_key, delete=False)["call"] != self._call_name)
+        return bool(self._take(self._abandon_key, delete=False)["call"] != self._name)
 
     def abandon(self, reason: str) -> None:
         """Abandon the session: ranks that wait in it raise CoordinationError with this reason."""
         if self._store is not None:
-            self._put(self._abandon_key, {"reason": reason, "call": self._call_name})
+            self._put(self._abandon_key, {"reason": reason, "call": self._name})
 
     def gather(self, topic: str, message: Message) -> list[Message] | None:
         """Send a message to the coordinator. Return the messages of all ranks on the coordinator, None elsewhere."""
@@ -173,8 +172,6 @@ class MessageExchange:
             return [message]
         if self.rank:
             self._put(f"{base}/{self.rank}", message)
-            if not self._heard:
-                self._sent.append(f"{base}/{self.rank}")
             return None
         keys = {rank: f"{base}/{rank}" for rank in range(1, self.world)}
         self._await(topic, keys)
@@ -317,15 +314,13 @@ class MessageExchange:
                     return
                 self._check_abandoned()
                 time.sleep(self._pauses.longest_s)
-            if not self._heard and self._uncount is not None:  # the coordinator never made this call
-                for key in self._sent:
-                    self._delete(key)
-                self._uncount()
+            if self._round == 1 and self._uncount is not None:
+                self._uncount()  # the coordinator never made this call
         reason = (
             f"rank {self.rank} gave up after {waited_s:.0f} s in step {topic!r}: no message from rank {self._missing(keys)}. "
             "Every rank must make this call. Check the state of the named ranks."
         )
-        if self.rank == 0:
+        if self.rank == 0 or (self._name and not self._heard):
             self.abandon(reason)
         raise CoordinationError(reason)
 

@@ -116,10 +116,9 @@ def by_file(index: Index, plan: ReadPlan, requests: Sequence[Request]) -> Iterat
             if fragments:
                 yield index.files[file], fragments
             file, fragments = of, []
-        info = index.tensors[tensor]
-        ndim = len(info.shape)
-        box = Box(tuple(start[:ndim]), tuple(shape[:ndim]))
-        fragments.append(Fragment(row, info, box, offset, size, checksum, 0, size, uses[edges[at] : edges[at + 1]]))
+        own = uses[edges[at] : edges[at + 1]]
+        box = _box(start, shape, own[0].region)
+        fragments.append(Fragment(row, index.tensors[tensor], box, offset, size, checksum, 0, size, own))
     if fragments:
         yield index.files[file], fragments
 
@@ -127,9 +126,14 @@ def by_file(index: Index, plan: ReadPlan, requests: Sequence[Request]) -> Iterat
 def _uses(plan: ReadPlan, requests: Sequence[Request]) -> Iterator[Use]:
     for target, start, shape in zip(plan.target.tolist(), plan.start.tolist(), plan.shape.tolist(), strict=True):
         request = requests[target]
-        ndim = request.box.ndim
-        region = Box(tuple(start[:ndim]), tuple(shape[:ndim]))
-        yield Use(request.box if region == request.box else region, request)
+        yield Use(_box(start, shape, request.box), request)
+
+
+def _box(start: list[int], shape: list[int], like: Box) -> Box:
+    """Return a box without padding. ``like``: of the same tensor, and the same object if it is equal: most are."""
+    ndim = len(like.start)
+    begin, extent = tuple(start[:ndim]), tuple(shape[:ndim])
+    return like if begin == like.start and extent == like.shape else Box(begin, extent)
 
 
 def needed_bytes(fragment: Fragment) -> int:
@@ -186,8 +190,11 @@ def _places(fragment: Fragment) -> tuple[torch.Tensor | None, torch.Tensor | Non
     """Return the part of an output that the whole fragment fills byte for byte, and of one that receives its cast, or None."""
     if len(fragment.uses) > 2:
         return None, None
-    found = [_place(fragment, use) for use in fragment.uses]
     stored = torch_dtype(fragment.info.dtype)
+    if len(fragment.uses) == 1:
+        place = _place(fragment, fragment.uses[0])
+        return None if place is None or place.dtype != stored else place, None
+    found = [_place(fragment, use) for use in fragment.uses]
     same = [place is not None and place.dtype == stored for place in found]
     if not any(same) or any(place is None for place in found):
         return None, None
@@ -197,10 +204,10 @@ def _places(fragment: Fragment) -> tuple[torch.Tensor | None, torch.Tensor | Non
 
 def _place(fragment: Fragment, use: Use) -> torch.Tensor | None:
     """Return the part of an output, 1-D and dense on the CPU, that the whole fragment fills, or None."""
-    out = use.request.out
-    if use.region != fragment.box or not is_dense(out):
+    out, region = use.request.out, use.region
+    if (region is not fragment.box and region != fragment.box) or not is_dense(out):
         return None
-    if use.region == use.request.box:
+    if region is use.request.box or region == use.request.box:
         return out.detach().view(-1)
     place = flat_range(use.region.within(use.request.box), use.request.box.shape)
     return None if place is None else out.detach().view(-1)[place[0] : place[1]]
