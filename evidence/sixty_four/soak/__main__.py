@@ -9,7 +9,8 @@ torchrun, unmodified. Ranks train with FSDP2 on gloo, save every 3 s into memory
 is exact, so every step and every state is compared, bit for bit, with an uninterrupted run in one process, whatever hosts have
 done it.
 
-Needs root, ``ip``, ``tc`` and ``mount``. A fault that a piece was cut in is made again by the next one.
+Needs root, ``ip``, ``tc`` and ``mount``, and for ``--only clock clock-kill`` a C compiler. A fault that a piece was cut in is
+made again by the next one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 from evidence.document import put, section
 from evidence.sixty_four.soak import results
 from evidence.sixty_four.soak.faults import KINDS
-from evidence.sixty_four.soak.hosts import ENDPOINT, NAMES, Held, Place, Soaked, growth, waited
+from evidence.sixty_four.soak.hosts import CLOCKS, ENDPOINT, NAMES, Held, Place, Soaked, growth, waited
 from evidence.sixty_four.soak.judged import Row, make, wrong_numbers
 from evidence.sixty_four.soak.worker_files import read_steps
 from tests.jobs.steering import soak_arithmetic as exact
@@ -42,7 +43,7 @@ Four hosts of four ranks, FSDP2, a checkpoint in memory every 3 s and each fourt
 state is compared, bit for bit, with an uninterrupted run in one process. Possible steps are those without any fault: a start of
 16 ranks takes 20 s and more of two cores.
 
-**Not tested:** a jump of the clock of one process, NCCL, several machines.
+**Not tested:** NCCL, several machines.
 """
 STEPS, STEP_S = 2400, 0.3
 START_S, STEADY_STEPS, NEEDED_STEPS = 400.0, 25, 300
@@ -100,7 +101,8 @@ class Piece:
 
     def _job(self) -> Soaked:
         numbers = [int(each.name) for each in (self.place.folder / "jobs").iterdir() if each.name.isdigit()]
-        job = Soaked(self.place, self.network, 1 + max(numbers, default=0), STEPS, STEP_S)
+        clocks = any(each in CLOCKS for each in self.only)
+        job = Soaked(self.place, self.network, 1 + max(numbers, default=0), STEPS, STEP_S, clocks=clocks)
         self.jobs += 1
         for host in NAMES:
             self.place.forget(host)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from evidence.sixty_four.soak.hosts import ENDPOINT, NAMES, Soaked, waited
+from evidence.sixty_four.soak.hosts import CLOCKS, ENDPOINT, NAMES, Soaked, waited
 from unickpt.cli.main import main as unickpt
 
 STAYS_S = 25.0  # for which a job is watched that must go on as it is
@@ -369,6 +369,26 @@ def _dark_and_agent(case: Case) -> None:
     _lost(case)
 
 
+# ---------------------------------------------------------------- clocks
+
+
+def _jumped(case: Case) -> None:
+    """The wall clock of all processes of a host jumps."""
+    by_s = case.source.choice((-3600, 3600))
+    case.seen.append(f"{by_s:+} s")
+    case.job.set_clock(case.host, by_s)
+    time.sleep(3.0)
+
+
+def _jumped_and_killed(case: Case) -> None:
+    _jumped(case)
+    os.kill(case.of(case.source.choice(NAMES)).pid, signal.SIGKILL)
+
+
+def _right_again(case: Case) -> None:
+    case.job.set_clock(case.host, 0)
+
+
 DARK = ("restart",)  # the others may start again while a host that cannot be reached is not out yet
 STOPPED = ("STOPPED_OUT", "HUNG_OUT")
 
@@ -409,12 +429,17 @@ KINDS: Mapping[str, Kind] = {
     "stop-kill": Kind("two at once: SIGSTOP and SIGKILL of ranks", _stop_and_kill, _nothing, "all", ("park", "restart")),
     "dark-full": Kind("two at once: a host dark, and the disk full", _dark_and_full, _back_and_free, "out", DARK),
     "dark-watcher": Kind("two at once: a host dark, another's diagnosis killed", _dark_and_agent, _restored, "out", DARK),
+    CLOCKS[0]: Kind("the clock of a host jumps by an hour, and back", _jumped, _right_again, "same"),
+    CLOCKS[1]: Kind("SIGKILL of a rank while the clock of a host is wrong by an hour", _jumped_and_killed, _right_again),
 }  # fmt: skip
 
 
 def kind_of(number: int, seed: int, only: Sequence[str] = ()) -> str:
-    """Return the kind of the n-th fault, counted from 0. Each kind comes once before any comes twice."""
-    names = list(only or KINDS)
+    """Return the kind of the n-th fault, counted from 0. Each kind comes once before any comes twice, those of clocks never.
+
+    They need a library that gives all processes another clock, so they have a piece of their own (``only``).
+    """
+    names = list(only or [each for each in KINDS if each not in CLOCKS])
     cycle, at = divmod(number, len(names))
     random.Random(f"{seed} {cycle}").shuffle(names)
     return names[at]

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from evidence.sixty_four.soak.worker_files import Worked, read_steps
+from evidence.sixty_four.soak.worker_files import TIME, Worked, read_steps
 from evidence.steering.cluster import Cluster
 from tests.jobs.steering.namespaces import Network
 from unickpt.base.private_files import own_folders
@@ -32,6 +33,7 @@ CONF = (
     "slow=evict,slow_seconds=12,boundary_seconds=20"
 )
 EXPIRY_S = 8
+CLOCKS = ("clock", "clock-kill")  # kinds of faults
 
 
 def _mounted() -> set[str]:
@@ -88,6 +90,14 @@ class Place:
     def of(self, host: str, what: str) -> Path:
         """Return a folder of a host: ``shm`` or ``tmp``."""
         return self.folder / "hosts" / host / what
+
+    def library(self) -> Path:
+        """Return the library that gives the processes of a host their own wall clock."""
+        made = self.folder / "set_clock.so"
+        if not made.exists():
+            source = Path(__file__).with_name("set_clock.c")
+            subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(made), str(source), "-ldl"], check=True)
+        return made
 
     def processes(self) -> list[psutil.Process]:
         """Return the processes that this soak, or an earlier piece of it, has started."""
@@ -152,10 +162,13 @@ class Soaked(Cluster):
         number: of the job.
         steps: of the job.
         step_s: seconds of a step.
+        clocks: each host has a clock that can be set.
     """
 
-    def __init__(self, place: Place, network: Network, number: int, steps: int, step_s: float) -> None:
-        self.place, self.number, self.steps = place, number, steps
+    def __init__(
+        self, place: Place, network: Network, number: int, steps: int, step_s: float, *, clocks: bool = False
+    ) -> None:  # fmt: skip
+        self.place, self.number, self.steps, self.clocks = place, number, steps, clocks
         folder = place.folder / "jobs" / str(number)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -179,8 +192,24 @@ class Soaked(Cluster):
             MARK: str(self.place.folder),
             "TMPDIR": str(self.place.of(name, "tmp")),
             "UNICKPT_TIMING": "1",
+            TIME: str(time.time() - time.monotonic()),
         }
+        if self.clocks:
+            self.set_clock(name, 0)
+            more |= {
+                "LD_PRELOAD": str(self.place.library()),
+                "CLOCK_FILE": str(self._clock(name)),
+            }
         return super().variables(name) | more
+
+    def set_clock(self, name: str, by_s: int) -> None:
+        """Set the wall clock of a host, relative to that of the machine."""
+        descriptor = os.open(self._clock(name), os.O_WRONLY | os.O_CREAT)
+        os.pwrite(descriptor, by_s.to_bytes(8, sys.byteorder, signed=True), 0)
+        os.close(descriptor)
+
+    def _clock(self, name: str) -> Path:
+        return self.place.folder / "hosts" / name / "clock"
 
     def rings(self) -> list[Path]:
         """See base class."""

@@ -5,12 +5,18 @@ makes a fault or has ended. Rank 0 writes each step into ``FOLDER/steps/ROUND.js
 ``FOLDER/fault`` is as in ``evidence.steering.observed``, ``FOLDER/stop`` ends the job.
 """
 
+import os
 import time
 
-STARTED_S = time.time()
+
+def now_s() -> float:
+    """Return the time of the harness in seconds since 1970, whatever the clock of this host says."""
+    return time.monotonic() + float(os.environ["UNICKPT_SOAK_TIME"])
+
+
+STARTED_S = now_s()
 
 import json  # noqa: E402
-import os  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -42,7 +48,7 @@ class Rank(Observed):
 
     def say(self, what: str, **more: Any) -> None:
         """See base class."""
-        super().say(what, round=self.named, **more)
+        super().say(what, **{"at": now_s(), "round": self.named, **more})
 
 
 def main() -> None:
@@ -75,7 +81,7 @@ def main() -> None:
         step, stopping = step + 1, bool(seen[2])
         checked = exact.state_digest(model, optimizer) if step % exact.CHECK == 0 or stopping or step == steps else ""
         if written is not None:
-            written.write(json.dumps([step, int(seen[0]), int(seen[1]), checked, time.time()]) + "\n")
+            written.write(json.dumps([step, int(seen[0]), int(seen[1]), checked, now_s()]) + "\n")
             written.flush()
             (folder / "saved.part").write_text(str(step))
             (folder / "saved.part").rename(folder / "saved")

@@ -9,6 +9,8 @@ from typing import Any
 
 from evidence.steering.timeline import epoch_of
 
+TIME = "UNICKPT_SOAK_TIME"  # in the environment: seconds since 1970 at the beginning of the monotonic clock
+
 
 class _Lines:
     """New whole lines of a file."""

@@ -312,8 +312,8 @@ def grouped(keys: Sequence[str]) -> list[list[int]]:
 def _prepare(folder: Path, world: int, rows: Ints | None, wanted_bytes: int) -> str | None:
     """Create the folder of this rank, and allocate its memory. Returns the error, or None."""
     try:
-        _remove_stale()
         make_folder(folder)
+        _remove_stale(folder.lstat().st_mtime)
     except OSError as err:
         return f"{folder}: {err}"
     try:
@@ -338,9 +338,9 @@ def _remove(folder: Path | None) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_stale() -> None:
-    """Remove the folders of loads that were killed before they opened their files."""
+def _remove_stale(now_s: float) -> None:
+    """Remove the folders of loads that were killed before they opened their files. ``now_s``: by the clock of the files."""
     for path in own_folders(SHARED_MEMORY, _PREFIX):
         with contextlib.suppress(OSError):
-            if time.time() - path.lstat().st_mtime > _STALE_S:
+            if now_s - path.lstat().st_mtime > _STALE_S:
                 shutil.rmtree(path, ignore_errors=True)
