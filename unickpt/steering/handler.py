@@ -171,7 +171,7 @@ class SteeringHandler(RendezvousHandler):
         return True
 
     def _workers_told(self, error: BaseException | None = None) -> bool:
-        """Return whether the workers were told to end, and not by this agent: there is no error then.
+        """Return whether a signal such as SIGTERM, which did not come from this agent, has ended the workers. That is no error.
 
         Args:
             error: exception of torchrun that names the exit codes of the workers.

@@ -114,7 +114,7 @@ class EndedWorkers:
             self._closed.set()
 
     def told_to_end(self) -> bool:
-        """Return whether the first worker that has ended on this host was told to: it exits as by a signal such as SIGTERM.
+        """Return whether a signal such as SIGTERM has ended the first worker that ended on this host, or its exit code says so.
 
         Before Linux 6.15, torchrun may have read its status first. Then a worker counts that has noted its last save.
         """
