@@ -1,6 +1,8 @@
 """For all tests."""
 
 import gc
+import logging
+import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -36,3 +38,16 @@ def _interpreters() -> Iterator[None]:
     """Jobs of one package share their imports, which take a tenth of the time of all tests."""
     with shared_interpreters():
         yield
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What this test says: a thread that an earlier test has left may still speak, of something else."""
+    left = set(threading.enumerate()) - {threading.current_thread()}
+
+    def is_of_this_test(_: logging.LogRecord) -> bool:
+        return threading.current_thread() not in left
+
+    caplog.handler.addFilter(is_of_this_test)
+    yield caplog
+    caplog.handler.removeFilter(is_of_this_test)

@@ -20,15 +20,17 @@ def clean() -> LoadReport:
 
 
 def test_a_clean_load_is_one_line_and_details(caplog: pytest.LogCaptureFixture) -> None:
+    def lines() -> list[str]:
+        return [text.removeprefix("unickpt: ") for text in caplog.messages]  # the formats of handlers decide about the name
+
     with caplog.at_level(logging.INFO, "unickpt"):
         clean().log()
-    lines = [record.getMessage().removeprefix("unickpt: ") for record in caplog.records]  # pytest's handler shows the name
     counts = "1 restored, 1 cast, 1 recreated, 1 on other ranks"
-    assert lines == [f"resumed out/global_step3 (step 3) into ZeRO-3 on 2 ranks: {counts}, in 0.3 s"]
+    assert lines() == [f"resumed out/global_step3 (step 3) into ZeRO-3 on 2 ranks: {counts}, in 0.3 s"]
     caplog.clear()
     with caplog.at_level(logging.DEBUG, "unickpt"):
         clean().log()
-    assert [record.getMessage() for record in caplog.records] == clean().lines()
+    assert lines() == clean().lines()
     assert "  master: 1 restored" in clean().lines()
 
 
