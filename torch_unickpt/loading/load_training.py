@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torch_unickpt.edge import RUNTIME
+from torch_unickpt.held_state.arguments import check_kind, check_objects, path_of
 from torch_unickpt.held_state.job_objects import JobObjects, RestoredObjects, schedulers_of
 from torch_unickpt.held_state.module_states import RestoredExtraStates, own_entries
 from torch_unickpt.held_state.names import Names, facts_of, names_of
@@ -119,15 +120,15 @@ def load_training(
         NotACheckpointError: the directory holds no checkpoint.
         MismatchError: tensors or states are missing, or shapes differ. Raised before data is read.
         CorruptCheckpointError, FormatError: the checkpoint is damaged and no other one can be used.
-        ConfigError: a parameter is on the meta device.
+        ConfigError: a parameter is on the meta device, or an argument is not what it should be.
     """
-    folder = absolute(os.fspath(directory))
+    folder = absolute(path_of(directory))
 
     def nothing(offer: Offer) -> StartingPoint:
         present = f"; pass one of its checkpoints: {some(offer.present)}" if offer.present else ""
         raise NotACheckpointError(f"{folder}: no manifest.json and no 'latest' file{present}")
 
-    how = HowToLoad(strict=strict, fresh=missing_state == "fresh", verify=verify, allow_pickle=allow_pickle, what="a model")
+    how = HowToLoad(strict=strict, missing_state=missing_state, verify=verify, allow_pickle=allow_pickle, what="a model")
     job = _Job(model, optimizer, JobObjects(schedulers_of(scheduler), loader, stateful or {}, optimizer), restore_rng, dialect)
     return _resumed(job, Candidates(folder), folder, how, nothing, fall_back=fall_back, group=group, timeout_s=timeout_s)
 
@@ -163,7 +164,7 @@ def resume_or_start(
         UnickptError: the folder has checkpoints, but none of them can be loaded, or the newest one does not fit. Training from
             the beginning would replace them. Raised on every rank.
     """
-    place = absolute(os.fspath(folder))
+    place = absolute(path_of(folder, "folder"))
     first = Group.of(group).rank == 0
 
     def nothing(_: Offer) -> StartingPoint:
@@ -171,7 +172,7 @@ def resume_or_start(
             logger.info("unickpt: %s has no checkpoint: training starts from the beginning", place)
         return StartingPoint()
 
-    how = HowToLoad(strict=True, fresh=missing_state == "fresh", what="a model")
+    how = HowToLoad(strict=True, missing_state=missing_state, what="a model")
     objects = JobObjects(schedulers_of(scheduler), loader, stateful or {}, optimizer)
     job = _Job(model, optimizer, objects, True, dialect, memory, resumes=True)
     return _resumed(job, Candidates(place, newest=True), place, how, nothing, fall_back=True, group=group, timeout_s=timeout_s)
@@ -195,6 +196,9 @@ def _resumed(
     group: dist.ProcessGroup | None, timeout_s: float,
 ) -> StartingPoint:  # fmt: skip
     make_visible()
+    check_kind("model", job.model, torch.nn.Module)
+    if job.memory is not None:
+        check_kind("memory", job.memory, MemoryOptions)
     end_with_launcher()
     shutdown.finish_all(ending=False)
     exchange, ranks = exchange_of(group, timeout_s=timeout_s, place=folder), Group.of(group)
@@ -209,6 +213,7 @@ def _resumed(
         steps: list[Any] = []
 
         def find(opened: Checkpoint) -> Found:
+            check_objects(job.objects, method="load_state_dict")
             names = names_of(job.model)
             optimizers = Optimizers(unwrapped(job.optimizer), names)
             found = under_own_names(opened, facts_of(job.model), names.shapes, job.dialect, option="dialect=")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from torch_unickpt.edge import RUNTIME
 from torch_unickpt.held_state import module_states
+from torch_unickpt.held_state.arguments import check_kind, check_objects, path_of
 from torch_unickpt.held_state.job_objects import JobObjects, schedulers_of
 from torch_unickpt.held_state.known_training import TrainingState, trained
 from torch_unickpt.held_state.names import Names, facts_of, topology_of
@@ -93,18 +94,24 @@ def save_training(
         state is copied.
 
     Raises:
+        ConfigError: ``directory``, ``model``, ``options`` or ``memory`` is something else. Nothing was written.
         SaveFailedError: no checkpoint was written. It is raised on every rank and names rank and cause. Earlier checkpoints
             are intact.
         CoordinationError: a rank did not make the call within ``timeout_s``.
     """
     make_visible()
-    options = options or SaveOptions()
+    place, options = path_of(directory), SaveOptions() if options is None else options
+    check_kind("model", model, torch.nn.Module)
+    check_kind("options", options, SaveOptions)
+    if memory is not None:
+        check_kind("memory", memory, MemoryOptions)
     step, samples = _counter(step), None if samples is None else _counter(samples)
-    exchange, ranks = exchange_of(group, timeout_s=timeout_s, place=os.fspath(directory)), Group.of(group)
+    exchange, ranks = exchange_of(group, timeout_s=timeout_s, place=place), Group.of(group)
     objects = JobObjects(schedulers_of(scheduler), loader, stateful or {}, optimizer)
     failed: BaseException | None = None
     state: TrainingState | None = None
     try:
+        check_objects(objects, client_state, method="state_dict")
         with collection_paused():
             state = RUNTIME.known(model).read(model, unwrapped(optimizer), ranks)
     except Exception as err:  # the other ranks learn it in the save
@@ -140,7 +147,7 @@ def save_training(
             witness=RUNTIME.passed(model, save_dir) if first else None,
         )  # fmt: skip
 
-    save_dir, tag = split(absolute(os.fspath(directory)))
+    save_dir, tag = split(absolute(place))
     request = SaveRequest(
         contribute, save_dir, tag, save_latest=save_latest, one_writer=save_latest, must_match={"step": step},
         framework_stands_in=False, failed=failed, announce=announce,

@@ -12,6 +12,7 @@ from unickpt.api.requests import Wanted
 from unickpt.api.state import Key, Value
 from unickpt.base.listing import some
 from unickpt.base.logs import logger
+from unickpt.base.options.job import check
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
@@ -63,16 +64,26 @@ class HowToLoad:
     """Arguments of ``unickpt.load_checkpoint``.
 
     Attributes:
-        strict, verify, allow_pickle: as there.
-        fresh: ``missing_state`` is ``fresh``.
+        strict, missing_state, verify, allow_pickle: as there.
         what: what is filled, for the report.
+
+    Raises:
+        ConfigError: ``missing_state`` or ``verify`` has another value than those described there.
     """
 
     strict: bool = False
-    fresh: bool = False
+    missing_state: str = "error"
     verify: str = "always"
     allow_pickle: bool = False
     what: str = "a state dict"
+
+    def __post_init__(self) -> None:
+        check(missing_state=self.missing_state, verify=self.verify)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether states of an optimizer that the checkpoint lacks start anew."""
+        return self.missing_state == "fresh"
 
 
 def load(

@@ -184,10 +184,12 @@ def load_checkpoint(
             ``strict`` no rank requests a parameter. Raised before data is read.
         CorruptCheckpointError, FormatError: the checkpoint is damaged and no other one can be used. The contents of the
             tensors of ``state`` are then undefined.
-        ConfigError: a key or value of ``state`` has the wrong type, or this process is not in the group.
+        ConfigError: a key or value of ``state`` has the wrong type, ``missing_state`` or ``verify`` is another word than these,
+            or this process is not in the group.
         CoordinationError: a rank did not make the call within ``timeout_s``.
         StorageError: the storage cannot be read. This is never a reason to fall back.
     """
+    how = HowToLoad(strict=strict, missing_state=missing_state, verify=verify, allow_pickle=allow_pickle)
     end_with_launcher()
     shutdown.finish_all(ending=False)
     folder = absolute(os.fspath(directory))
@@ -195,7 +197,6 @@ def load_checkpoint(
     candidates = Candidates(folder)
 
     def attempt(offer: Offer, skipped: tuple[str, ...]) -> Loaded:
-        how = HowToLoad(strict=strict, fresh=missing_state == "fresh", verify=verify, allow_pickle=allow_pickle)
         loaded = load(exchange, offer.directory, lambda found: Found(found, state.items()), Group.of(group), how, skipped)
         owner = _MODELS.of(state)
         if owner is not None:

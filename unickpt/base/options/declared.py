@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -102,6 +103,18 @@ def declarations(kind: type[Any], section: str = "") -> Iterator[Option]:
     for item in fields(kind):
         if item.metadata:
             yield Option(key=item.name, section=section, default=item.default, **item.metadata)
+
+
+def settle(options: Any) -> None:
+    """Validate the options of a dataclass that a program has made, in its ``__post_init__``. Paths become strings.
+
+    Raises:
+        ConfigError: as for ``Option.checked``. It names class and field.
+    """
+    for each in declarations(type(options)):
+        value = getattr(options, each.key)
+        plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+        object.__setattr__(options, each.key, each.checked(plain, f"{type(options).__name__}: {each.key}"))
 
 
 def unknown(key: Any, names: Sequence[str], path: str) -> ConfigError:

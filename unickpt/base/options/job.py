@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from unickpt.base.options.declared import UNLIMITED, Option, declarations, option
+from unickpt.base.options.declared import UNLIMITED, Option, declarations, option, settle
 
 VERIFY = ("always", "sampled", "off")
 ON_BUSY = ("wait", "skip", "queue")
@@ -54,6 +54,9 @@ class TimingOptions:
     folder: str = option("", "directory of the ring files; empty: a directory in shared memory, one for each job")
     records: int = option(65_536, "number of records in the ring of each rank, 96 bytes each", least=1)
 
+    def __post_init__(self) -> None:
+        settle(self)
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryOptions:
@@ -78,6 +81,9 @@ class MemoryOptions:
     )
     copy_megabytes_per_second: float = option(UNLIMITED, "bandwidth of the copies to another host", unit="MB/s")
     folder: str = option("/dev/shm", "directory in memory (tmpfs) that holds the checkpoints")
+
+    def __post_init__(self) -> None:
+        settle(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +214,10 @@ def declared(section: str | None = None) -> Iterator[Option]:
     for name, kind in SECTIONS.items():
         if section in (None, name):
             yield from declarations(kind, name)
+
+
+def check(**values: Any) -> None:
+    """Raise ConfigError if a value is none of the option of ``unickpt`` that has its name."""
+    known = {each.key: each for each in declared("")}
+    for name, value in values.items():
+        known[name].checked(value, name)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from unickpt.base.errors import CoordinationError, UnsafePathError
 from unickpt.base.io_times import IoTime
-from unickpt.base.options.job import Options
+from unickpt.base.options.job import Options, check
 from unickpt.checkpoint.checkpoint_folder import plain_tag
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind, sentence
 from unickpt.checkpoint.coordination.message_exchange import Message
@@ -55,6 +55,7 @@ class SaveOptions:
     upload_to: str = ""
 
     def __post_init__(self) -> None:
+        check(on_busy=self.on_busy)
         if self.upload_to:  # the working directory may change before the upload begins
             object.__setattr__(self, "upload_to", absolute(self.upload_to))
 

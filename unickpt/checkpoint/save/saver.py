@@ -213,7 +213,7 @@ class Saver:
             if opening.refused is not None:
                 failures = [opening.refused]
                 if opening.arguments["tag"]:  # the coordinator knows the arguments of this save
-                    failures += differences(request, exchange)
+                    failures += [each for each in differences(request, exchange) if each != opening.refused]
             else:
                 described_ns = time.monotonic_ns()
                 part = self._parts.describe(request, opening, exchange, interrupts)
