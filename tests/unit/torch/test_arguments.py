@@ -69,8 +69,8 @@ def test_a_word_that_is_no_choice_is_refused(tmp_path: Path) -> None:
     """Otherwise ``verify=True`` would check no data."""
     model, optimizer = job()
     unickpt.save_training(model, optimizer, tmp_path / "a", step=1)
-    wrong: list[dict[str, Any]] = [{"verify": True}, {"verify": "all"}, {"missing_state": "anew"}]
-    for each in wrong:
+    words: list[dict[str, Any]] = [{"verify": True}, {"verify": "all"}, {"missing_state": "anew"}]
+    for each in words:
         ((name, value),) = each.items()
         with pytest.raises(unickpt.ConfigError, match=f"{name} must be .*, not {value!r}"):
             unickpt.load_training(model, optimizer, tmp_path, **each)
@@ -82,4 +82,11 @@ def test_a_word_that_is_no_choice_is_refused(tmp_path: Path) -> None:
         unickpt.SaveOptions(on_busy="later")
     with pytest.raises(unickpt.ConfigError, match="MemoryOptions: replicas must be a whole number, not '2'"):
         unickpt.MemoryOptions(replicas="2")  # type: ignore[arg-type]
+    with pytest.raises(unickpt.ConfigError, match="staging_bytes must be a number, at least 0, not '1GB'"):
+        unickpt.SaveOptions(staging_bytes="1GB")  # type: ignore[arg-type]
+    with pytest.raises(unickpt.ConfigError, match="retention must be a Retention, not 3"):
+        unickpt.SaveOptions(retention=3)  # type: ignore[arg-type]
+    for wrong in (-1, "3", 1.5):
+        with pytest.raises(unickpt.ConfigError, match="keep_last must be a whole number, at least 0, not "):
+            unickpt.Retention(keep_last=wrong)  # type: ignore[arg-type]
     assert unickpt.MemoryOptions(folder=tmp_path).folder == str(tmp_path)  # type: ignore[arg-type]

@@ -6,8 +6,9 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Real
 
-from unickpt.base.errors import CoordinationError, UnsafePathError
+from unickpt.base.errors import ConfigError, CoordinationError, UnsafePathError
 from unickpt.base.io_times import IoTime
 from unickpt.base.options.job import Options, check
 from unickpt.checkpoint.checkpoint_folder import plain_tag
@@ -41,6 +42,9 @@ class SaveOptions:
             then waits so long for the other ranks.
         retention: which checkpoints stay in ``save_dir`` after a commit.
         upload_to: URL or path to which every committed checkpoint is copied in the background, or ''.
+
+    Raises:
+        ConfigError: a value has a wrong type, is negative, or is not one of the words of ``on_busy``.
     """
 
     asynchronous: bool = False
@@ -56,6 +60,12 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         check(on_busy=self.on_busy)
+        for name in ("staging_bytes", "bandwidth_bytes_per_s", "grace_s"):
+            value = getattr(self, name)
+            if not (value is None and name != "grace_s") and not (isinstance(value, Real) and value >= 0):
+                raise ConfigError(f"{name} must be a number, at least 0, not {value!r}")
+        if not isinstance(self.retention, Retention):
+            raise ConfigError(f"retention must be a Retention, not {self.retention!r}")
         if self.upload_to:  # the working directory may change before the upload begins
             object.__setattr__(self, "upload_to", absolute(self.upload_to))
 

@@ -14,8 +14,9 @@ import shutil
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
-from unickpt.base.errors import FormatError, UnickptError
+from unickpt.base.errors import ConfigError, FormatError, UnickptError
 from unickpt.base.logs import logger
 from unickpt.checkpoint.checkpoint_folder import iteration_name, kept_of_model, latest_tag, manifests_in, tracked_iteration
 from unickpt.checkpoint.coordination.owners import Origin
@@ -39,11 +40,20 @@ class Retention:
         keep_last: number of most recent checkpoints to keep; 0 keeps all.
         keep_every: also keep checkpoints whose step is a multiple of this; 0 for none.
         also_every: a second ``keep_every``; 0 for none. Megatron's ``--save-retain-interval``.
+
+    Raises:
+        ConfigError: a value is not a whole number, or negative.
     """
 
     keep_last: int = 0
     keep_every: int = 0
     also_every: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every", "also_every"):
+            value = getattr(self, name)
+            if not (isinstance(value, Integral) and value >= 0):
+                raise ConfigError(f"{name} must be a whole number, at least 0, not {value!r}")
 
     def keeps(self, step: int) -> bool:
         """Return whether a checkpoint stays because of its step."""
