@@ -62,7 +62,7 @@ class SaveOptions:
         check(on_busy=self.on_busy)
         for name in ("staging_bytes", "bandwidth_bytes_per_s", "grace_s"):
             value = getattr(self, name)
-            if not (value is None and name != "grace_s") and not (isinstance(value, Real) and value >= 0):
+            if not (value is None and name != "grace_s") and not (isinstance(value, Real) and float(value) >= 0):
                 raise ConfigError(f"{name} must be a number, at least 0, not {value!r}")
         if not isinstance(self.retention, Retention):
             raise ConfigError(f"retention must be a Retention, not {self.retention!r}")

@@ -52,7 +52,7 @@ class Retention:
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "also_every"):
             value = getattr(self, name)
-            if not (isinstance(value, Integral) and value >= 0):
+            if not (isinstance(value, Integral) and int(value) >= 0):
                 raise ConfigError(f"{name} must be a whole number, at least 0, not {value!r}")
 
     def keeps(self, step: int) -> bool:
