@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import safetensors.numpy
+import safetensors.torch
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
@@ -18,6 +20,12 @@ from unickpt.diagnosis.recording.recorder import CallRecorder
 from unickpt.diagnosis.recording.records import Op, Phase
 
 SHORTEST_NS = 500_000  # shortest pause or wait that is recorded
+
+# With these, programs write files. ``save_file``, ``save_model`` and ``save_pretrained`` call safetensors' by these names.
+_WRITERS: tuple[tuple[Any, str], ...] = (
+    (torch, "save"), (torch.serialization, "save"),
+    (safetensors.torch, "serialize_file"), (safetensors.numpy, "serialize_file"),
+)  # fmt: skip
 
 _ASIDE = (Phase.CHECKPOINT, Phase.EVALUATION)
 _TRAINING = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
@@ -80,7 +88,7 @@ class PhaseHooks:
         self._before: list[int] = []  # phases around the current optimizer steps, innermost last
         self._handles: list[Any] = []
         self._next: Callable[..., Any] | None = None
-        self._save: Callable[..., Any] | None = None
+        self._writers: list[tuple[Any, str, Any]] = []  # functions that write files: module, name, as they were
 
     def install(self) -> None:
         """Begin to record."""
@@ -108,16 +116,21 @@ class PhaseHooks:
         self._see_writes()
 
     def _see_writes(self) -> None:
-        """Notice that the program writes files of its own with ``torch.save``: between two files it does not train either."""
-        self._save = original = torch.save
+        """Notice that the program writes files of its own: between two files it does not train either."""
 
-        @functools.wraps(original)
-        def save(*args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread() is threading.main_thread():
-                self._begins(Phase.CHECKPOINT)
-            return original(*args, **kwargs)
+        def noticed(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def write(*args: Any, **kwargs: Any) -> Any:
+                if threading.current_thread() is threading.main_thread():
+                    self._begins(Phase.CHECKPOINT)
+                return original(*args, **kwargs)
 
-        torch.save = torch.serialization.save = save
+            return write
+
+        self._writers = [(module, name, getattr(module, name)) for module, name in _WRITERS if hasattr(module, name)]
+        wrapped = {original: noticed(original) for _, _, original in self._writers}  # one for all names of a function
+        for module, name, original in self._writers:
+            setattr(module, name, wrapped[original])
 
     def uninstall(self) -> None:
         """Remove all hooks."""
@@ -129,9 +142,9 @@ class PhaseHooks:
             loader: Any = dataloader._BaseDataLoaderIter
             loader.__next__ = self._next
             self._next = None
-        if self._save is not None:
-            torch.save = torch.serialization.save = self._save
-            self._save = None
+        for module, name, original in self._writers:
+            setattr(module, name, original)
+        self._writers = []
 
     def step(self, number: int) -> None:
         """Record the end of training step ``number``."""
