@@ -49,7 +49,10 @@ def test_the_smaller_side_is_at_fault(
     assert isinstance(found.next, next_step)
 
 
-def test_the_end_of_a_rank_whose_call_failed_because_the_others_had_ended_is_no_second_verdict(tmp_path: Path) -> None:
+@pytest.mark.parametrize("known", [True, False], ids=["all ends are known", "the others are about to end"])
+def test_the_end_of_a_rank_whose_call_failed_because_the_others_had_ended_is_no_second_verdict(
+    tmp_path: Path, known: bool
+) -> None:
     """As after a barrier of rank 0 alone, when the connections of the others close."""
     now = time.monotonic_ns()
     for rank in range(4):
@@ -59,10 +62,13 @@ def test_the_end_of_a_rank_whose_call_failed_because_the_others_had_ended_is_no_
             call(made, 2, now - 3 * S, 0)
         made.state(heartbeat_ns=now, step=20, newest=2, phase=int(Phase.BACKWARD))
     seen = take_snapshot(read_folder(tmp_path))
-    ranks = {rank: replace(one, closed=True, exit=ExitStatus(), state=State.DEAD) for rank, one in seen.ranks.items()}
-    ranks[0] = replace(ranks[0], exit=ExitStatus(0, 1), failed=True, raised=True)
+    end = ExitStatus() if known else None
+    state = State.DEAD if known else State.RUNNING
+    ranks = {rank: replace(one, closed=True, exit=end, state=state) for rank, one in seen.ranks.items()}
+    ranks[0] = replace(ranks[0], exit=ExitStatus(0, 1), state=State.DEAD, failed=True, raised=True)
     found = examine(replace(seen, ranks=ranks))
-    assert ([each.ranks for each in found.verdicts], found.end) == ([(0,)], [])
+    said = [(each.syndrome, each.ranks) for each in found.verdicts]
+    assert (said, found.end) == ([(Syndrome.MISMATCH, (0,))] if known else [], [])
 
 
 def test_of_several_calls_that_wait_for_one_rank_that_with_most_waiters_is_named(tmp_path: Path) -> None:

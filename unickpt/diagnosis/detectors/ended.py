@@ -55,6 +55,11 @@ def ended_ranks(snapshot: Snapshot) -> frozenset[int]:
     return frozenset(rank for rank, one in snapshot.ranks.items() if _over(one, snapshot.now_ns))
 
 
+def ends_now(snapshot: Snapshot) -> bool:
+    """Return whether a rank has just made its last call, and how its process ends is not known yet."""
+    return any(one.ended_in_order and not _over(one, snapshot.now_ns) for one in snapshot.ranks.values())
+
+
 def _over(one: RankSnapshot, now_ns: int) -> bool:
     if not one.ended_in_order:
         return False

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unickpt.diagnosis.detectors.device_waits import infer_device_waits
-from unickpt.diagnosis.detectors.ended import calls_of_ended
+from unickpt.diagnosis.detectors.ended import calls_of_ended, ends_now
 from unickpt.diagnosis.detectors.failed_jobs import failed_job
 from unickpt.diagnosis.detectors.hangs import deadline_s, hangs
 from unickpt.diagnosis.detectors.hardware import hardware_hint, narrowed, with_hardware
@@ -257,8 +257,13 @@ def _died_first(snapshot: Snapshot) -> frozenset[int]:
 
 
 def _crashed(snapshot: Snapshot, died: frozenset[int]) -> list[Verdict]:
-    """Return a verdict on ranks that crashed before another rank waits for them."""
+    """Return a verdict on ranks that crashed before another rank waits for them.
+
+    The end of a rank whose call failed is not judged while others may have ended before it.
+    """
     ranks = sorted(rank for rank in died if (status := snapshot.ranks[rank].exit) and _unasked(status) and not status.sound)
+    if ends_now(snapshot):
+        ranks = [rank for rank in ranks if not snapshot.ranks[rank].failed]
     if not ranks:
         return []
     since_ns = min(snapshot.ranks[rank].heard_ns for rank in ranks)
