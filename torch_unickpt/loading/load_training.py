@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from torch_unickpt.edge import RUNTIME
-from torch_unickpt.held_state.arguments import check_kind, check_objects, path_of
+from torch_unickpt.held_state.arguments import check_objects
 from torch_unickpt.held_state.job_objects import JobObjects, RestoredObjects, schedulers_of
 from torch_unickpt.held_state.module_states import RestoredExtraStates, own_entries
 from torch_unickpt.held_state.names import Names, facts_of, names_of
 from torch_unickpt.held_state.optimizers import Optimizers, RestoredOptimizers, unwrapped
 from torch_unickpt.witnessing import replaying
+from unickpt.api.arguments import check_kind, path_of
 from unickpt.api.group import Group, exchange_of
 from unickpt.api.loading import Found, HowToLoad, load
 from unickpt.api.state import Key, Value
@@ -122,7 +123,7 @@ def load_training(
         CorruptCheckpointError, FormatError: the checkpoint is damaged and no other one can be used.
         ConfigError: a parameter is on the meta device, or an argument is not what it should be.
     """
-    folder = absolute(path_of(directory))
+    folder = absolute(path_of(directory, order="model, optimizer, directory"))
 
     def nothing(offer: Offer) -> StartingPoint:
         present = f"; pass one of its checkpoints: {some(offer.present)}" if offer.present else ""
@@ -164,7 +165,7 @@ def resume_or_start(
         UnickptError: the folder has checkpoints, but none of them can be loaded, or the newest one does not fit. Training from
             the beginning would replace them. Raised on every rank.
     """
-    place = absolute(path_of(folder, "folder"))
+    place = absolute(path_of(folder, order="model, optimizer, folder"))
     first = Group.of(group).rank == 0
 
     def nothing(_: Offer) -> StartingPoint:

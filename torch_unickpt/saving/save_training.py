@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 from torch_unickpt.edge import RUNTIME
 from torch_unickpt.held_state import module_states
-from torch_unickpt.held_state.arguments import check_kind, check_objects, path_of
+from torch_unickpt.held_state.arguments import check_objects
 from torch_unickpt.held_state.job_objects import JobObjects, schedulers_of
 from torch_unickpt.held_state.known_training import TrainingState, trained
 from torch_unickpt.held_state.names import Names, facts_of, topology_of
 from torch_unickpt.held_state.optimizers import unwrapped
 from torch_unickpt.held_state.samples import different, message
 from unickpt import __version__
+from unickpt.api.arguments import check_kind, path_of
 from unickpt.api.group import Group, exchange_of
 from unickpt.api.holders import Holders, agreed_holders
 from unickpt.base.errors import SaveFailedError
@@ -100,7 +101,8 @@ def save_training(
         CoordinationError: a rank did not make the call within ``timeout_s``.
     """
     make_visible()
-    place, options = path_of(directory), SaveOptions() if options is None else options
+    place = path_of(directory, order="model, optimizer, directory")
+    options = SaveOptions() if options is None else options
     check_kind("model", model, torch.nn.Module)
     check_kind("options", options, SaveOptions)
     if memory is not None:

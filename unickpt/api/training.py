@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from unickpt import __version__
+from unickpt.api.arguments import check_kind, path_of
 from unickpt.api.dtensors import is_dtensor
 from unickpt.api.group import Group, exchange_of
 from unickpt.api.holders import agreed_holders, mesh_digests
@@ -88,16 +89,20 @@ def save_checkpoint(
         Size in bytes and wall time in seconds. The checkpoint is on durable storage.
 
     Raises:
-        ConfigError: ``options`` asks for an asynchronous save, or this process is not in the group.
+        ConfigError: ``state``, ``directory`` or ``options`` is something else, ``options`` asks for an asynchronous save, or
+            this process is not in the group.
         SaveFailedError: no checkpoint was written. It is raised on every rank and names rank and cause. Earlier
             checkpoints, also in the same directory, are intact. A directory with the checkpoint of another model, with tensors
             of other names or shapes, which this process still holds or another job has just written, is such a cause.
         CoordinationError: a rank did not make the call within ``timeout_s``.
     """
-    options = options or SaveOptions()
+    place = path_of(directory, order="state, directory")
+    check_kind("state", state, Mapping)
+    options = SaveOptions() if options is None else options
+    check_kind("options", options, SaveOptions)
     if options.asynchronous:
         raise ConfigError("save_checkpoint does not support SaveOptions(asynchronous=True): it returns a durable checkpoint")
-    exchange = exchange_of(group, timeout_s=timeout_s, place=os.fspath(directory))
+    exchange = exchange_of(group, timeout_s=timeout_s, place=place)
     failed: Exception | None = None
     must_match: Message = {"step": step}
     meshes: dict[tuple[int, ...], str] = {}
@@ -115,7 +120,7 @@ def save_checkpoint(
             rank_objects=dict(rank_objects or {}),
         )  # fmt: skip
 
-    save_dir, tag = split(absolute(os.fspath(directory)))
+    save_dir, tag = split(absolute(place))
     owner = _MODELS.of(state)
     request = SaveRequest(
         contribute, save_dir, tag, save_latest=save_latest, one_writer=save_latest, must_match=must_match,
@@ -190,9 +195,10 @@ def load_checkpoint(
         StorageError: the storage cannot be read. This is never a reason to fall back.
     """
     how = HowToLoad(strict=strict, missing_state=missing_state, verify=verify, allow_pickle=allow_pickle)
+    folder = absolute(path_of(directory, order="directory, state"))
+    check_kind("state", state, Mapping)
     end_with_launcher()
     shutdown.finish_all(ending=False)
-    folder = absolute(os.fspath(directory))
     exchange = exchange_of(group, timeout_s=timeout_s, place=folder)
     candidates = Candidates(folder)
 

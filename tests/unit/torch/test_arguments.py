@@ -25,11 +25,17 @@ def test_arguments_in_another_order_are_named(tmp_path: Path) -> None:
         (torch_unickpt.resume_or_start, "folder"),
     ]  # fmt: skip
     for call, name in calls:
-        order = f"{name}: expected a path or a URL, got AdamW. The order is model, optimizer, {name}"
+        order = f"expected a path or a URL, got AdamW. The order is model, optimizer, {name}"
         with pytest.raises(unickpt.ConfigError, match=order):
             call(tmp_path, model, optimizer)
         with pytest.raises(unickpt.ConfigError, match="model: expected Module, got OrderedDict"):
             call(model.state_dict(), optimizer, tmp_path / "new")
+    with pytest.raises(unickpt.ConfigError, match=r"got OrderedDict\. The order is state, directory"):
+        unickpt.save_checkpoint(tmp_path, model.state_dict(), step=1)  # type: ignore[arg-type]
+    with pytest.raises(unickpt.ConfigError, match=r"got OrderedDict\. The order is directory, state"):
+        unickpt.load_checkpoint(model.state_dict(), tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(unickpt.ConfigError, match="state: expected Mapping, got Linear"):
+        unickpt.save_checkpoint(model, tmp_path / "new", step=1)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
