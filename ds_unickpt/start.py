@@ -64,18 +64,20 @@ def resume_or_start(
         The position from which training goes on.
 
     Raises:
-        ConfigError: ``folder`` is not given, and neither is ``resume_from``.
+        ConfigError: ``folder`` is not given, and neither is ``resume_from``, or it is no path.
         UnickptError: the folder has checkpoints, but none of them can be loaded, or the newest one does not fit. Training
             from the beginning would replace them. Raised on every rank.
     """
     from ds_unickpt.checkpoint_engine import ours_for
     from ds_unickpt.loading.sources import unnamed
+    from unickpt.api.arguments import path_of
     from unickpt.base.errors import ConfigError, CorruptCheckpointError
     from unickpt.checkpoint.storage.base import is_url
     from unickpt.checkpoint.storage.open import open_storage
 
     ours = ours_for(engine)
-    folder = str(folder or (ours.options.resume_from if ours is not None else ""))
+    given = "" if folder is None else path_of(folder, order="engine, folder")
+    folder = given or (ours.options.resume_from if ours is not None else "")
     if not folder:
         raise ConfigError('resume_or_start needs a folder: pass one, or set "resume_from" in "unickpt" of the DeepSpeed JSON')
     if ours is not None:

@@ -26,6 +26,7 @@ from megatron_unickpt.held_state.optimizer import METADATA
 from megatron_unickpt.pretraining import schedule
 from megatron_unickpt.pretraining.choices import step_of
 from megatron_unickpt.witnessing import replaying
+from unickpt.api.arguments import path_of
 from unickpt.base.errors import ConfigError
 from unickpt.base.logs import logger
 from unickpt.base.options.job import MISSING, MemoryOptions
@@ -83,14 +84,15 @@ def save(
 
     Raises:
         MegatronSaveError: on every rank, if any rank could not write, or if the state of any rank could not be described.
-        ConfigError: ``vocabulary`` is not a positive integer, or this process is not in the group.
+        ConfigError: ``directory`` is no path, ``vocabulary`` is not a positive integer, or this process is not in the group.
     """
+    directory = path_of(directory, order="directory, model, optimizer")
     with RUNTIME.among(group, timeout_s):
         if vocabulary is not None and (type(vocabulary) is not int or vocabulary < 1):
             raise ConfigError(f"vocabulary={vocabulary!r}: expected the number of the tokenizer's entries, a positive integer")
         alone = _is_a_part(group)
         described = {**(metadata or {}), **METADATA}
-        save_dir = split(absolute(str(directory)))[0]
+        save_dir = split(absolute(directory))[0]
         tier = None if memory is None else RUNTIME.memory(memory, RUNTIME.saver().options, save_dir)
         turn = tier.turn(save_dir, RUNTIME.exchange()) if tier is not None and tier.enabled else None
 
@@ -156,7 +158,9 @@ def load(
 
     Raises:
         MegatronCheckpointError: the checkpoint is damaged or does not fit.
+        ConfigError: ``directory`` is no path.
     """
+    directory = path_of(directory, order="directory, model, optimizer")
     with RUNTIME.among(group, timeout_s):
         directory = _instead(directory)
         found = _load(
@@ -194,10 +198,12 @@ def resume_or_start(
 
     Raises:
         MegatronCheckpointError: there are checkpoints, but none can be loaded, or the newest one does not fit.
+        ConfigError: ``folder`` is no path.
     """
+    where = path_of(folder, order="folder, model, optimizer")
     with RUNTIME.among(group, timeout_s):
         shutdown.finish_all(ending=False)
-        exchange, where = RUNTIME.exchange(), str(folder)
+        exchange = RUNTIME.exchange()
         exchange.begin("choose")
         tier = RUNTIME.memory(memory or MemoryOptions(), RUNTIME.saver().options, where)
         in_memory = MemoryResume(tier, where, exchange)
