@@ -210,23 +210,15 @@ class PosixStorage(Storage):
         path = self.path(name)
         try:
             self._make_folders(path.parent)
-            while True:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-                if not _locked(descriptor):
-                    os.close(descriptor)
-                    return None
-                with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                        break
-                os.close(descriptor)  # the previous owner has just removed the file: try again with a new one
+            descriptor = _locked(path)
         except OSError:
             return lambda: None
+        if descriptor is None:
+            return None
 
         def release() -> None:
             self.delete(name)
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # explicit, because a forked child also has the descriptor
-                os.close(descriptor)
+            _unlock(descriptor)
 
         return release
 
@@ -251,16 +243,40 @@ class PosixStorage(Storage):
             raise
 
 
-def _locked(descriptor: int) -> bool:
-    """Take the lock of a file and return whether that succeeded. Raises OSError if the file system has no locks."""
+def _locked(path: Path) -> int | None:
+    """Create and lock a file. Return its descriptor, or None if another process has the lock.
+
+    Raises OSError if the file system has no locks. Nothing is open or locked then.
+    """
+    while True:
+        descriptor, held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644), False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = _has_name(descriptor, path)
+        except BlockingIOError:
+            return None
+        finally:
+            if not held:
+                _unlock(descriptor)
+        if held:
+            return descriptor
+
+
+def _has_name(descriptor: int, path: Path) -> bool:
+    """Return whether a path leads to an open file. False: the previous owner has just removed it."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
         return False
-    except OSError:
+    except OSError:  # a lock that is held is kept
+        return True
+
+
+def _unlock(descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # explicit, because a forked child also has the descriptor
+    with contextlib.suppress(OSError):
         os.close(descriptor)
-        raise
-    return True
 
 
 @contextlib.contextmanager
@@ -313,12 +329,19 @@ def _opened_to_read(path: Path) -> Iterator[int]:
     except OSError as err:
         raise StorageError(f"{path}: cannot be opened ({err.strerror or err})") from err
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if not _is_regular(descriptor, path):
             raise StorageError(f"{path}: not a regular file")
         yield descriptor
     finally:
         with contextlib.suppress(OSError):  # an error does not affect the bytes that were read
             os.close(descriptor)
+
+
+def _is_regular(descriptor: int, path: Path) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(descriptor).st_mode)
+    except OSError as err:
+        raise StorageError(f"{path}: cannot be examined ({err.strerror or err})") from err
 
 
 class _DescriptorReader:

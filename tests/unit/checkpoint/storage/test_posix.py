@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.jobs.faults.calls import Call, watched
 from unickpt.base.errors import StorageError, UnsafePathError
 from unickpt.checkpoint.format.layout import RankFiles
 from unickpt.checkpoint.format.manifest import FileRecord
@@ -64,6 +67,50 @@ def test_what_is_not_a_regular_file_has_no_size_and_is_not_read(storage: PosixSt
 def test_a_file_that_is_too_short_is_named(storage: PosixStorage, size_bytes: int) -> None:
     with pytest.raises(StorageError, match=rf"data/file: ends at byte 10, expected {size_bytes - 10} more bytes"):
         storage.read("data/file", 0, size_bytes)
+
+
+def _stale(call: Call) -> None:
+    if call.path in ("data/file", "lock"):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+def test_a_file_that_cannot_be_examined_is_named(storage: PosixStorage) -> None:
+    for call in (lambda: storage.read("data/file", 0, 1), lambda: storage.reader("data/file").__enter__()):
+        with (
+            watched(storage.root, _stale, ("fstat",)),
+            pytest.raises(StorageError, match=r"data/file: cannot be examined \(Stale file handle\)"),
+        ):
+            call()
+
+
+@pytest.mark.parametrize("name", ["fstat", "stat"])
+def test_a_lock_whose_file_cannot_be_examined_is_held_until_its_release(storage: PosixStorage, name: str) -> None:
+    with watched(storage.root, _stale, (name,)):
+        release = storage.try_lock("lock")
+    assert storage.try_lock("lock") is None
+    assert release is not None
+    release()
+    again = storage.try_lock("lock")
+    assert again is not None
+    again()
+    assert [path.name for path in storage.root.iterdir()] == ["data"]
+
+
+def test_a_lock_that_the_file_system_refuses_leaves_no_descriptor(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    before = os.listdir("/proc/self/fd")
+    held = storage.try_lock("lock")
+    assert held is not None
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    held()
+    granted = storage.try_lock("lock")
+    assert granted is not None
+    granted()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 class _Far(PosixStorage):
