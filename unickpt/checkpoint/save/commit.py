@@ -180,13 +180,33 @@ def publish(storage: Storage, manifest: Manifest, table: bytes, *, proceed: Call
         durable = _put_in_place(storage, manifest_module.to_bytes(manifest))
     except UncertainCommitError:
         raise
-    except BaseException:
+    except Exception:
         storage.delete(manifest.index)
         raise
+    except BaseException:  # Ctrl-C
+        if not is_committed(storage, manifest.generation):
+            storage.delete(manifest.index)
+        raise
     if durable:
-        with contextlib.suppress(UnickptError, OSError):  # the checkpoint is committed; remaining old files only take space
+        try:
             _clean(storage, keep={record.path for record in manifest.files})
+        except (UnickptError, OSError):  # the checkpoint is committed; remaining old files only take space
+            pass
+        except Exception as err:  # such as of a signal handler of the program
+            logger.warning(
+                "unickpt: %s is saved, but the step after the commit failed (%s: %s)", storage, type(err).__name__, err
+            )
     return durable
+
+
+def is_committed(storage: Storage, generation: int) -> bool:
+    """Return whether the manifest of a save is in place, or may be: the storage cannot tell."""
+    try:
+        return read_manifest(storage).generation == generation
+    except NotACheckpointError:
+        return False
+    except (UnickptError, OSError):
+        return True
 
 
 def _put_in_place(storage: Storage, data: bytes) -> bool:
@@ -194,11 +214,11 @@ def _put_in_place(storage: Storage, data: bytes) -> bool:
 
     Raises:
         UncertainCommitError: it is unknown whether the manifest was written.
-        StorageError: the manifest was not written.
+        Exception: the manifest was not written. From the storage, or from a signal handler of the program.
     """
     try:
         storage.write_atomic(MANIFEST_FILE, data)
-    except StorageError as err:
+    except Exception as err:
         if not _was_written(storage, data, err):
             raise
         logger.warning("unickpt: %s is committed, but may not survive a crash of the machine: %s", storage, err)
@@ -206,7 +226,7 @@ def _put_in_place(storage: Storage, data: bytes) -> bool:
     return True
 
 
-def _was_written(storage: Storage, data: bytes, failure: StorageError) -> bool:
+def _was_written(storage: Storage, data: bytes, failure: Exception) -> bool:
     """Return whether the manifest exists although writing it failed: a store may execute a request and lose the reply.
 
     Raises:

@@ -156,6 +156,8 @@ class SaveTask:
     def _interrupted(self, err: BaseException) -> None:
         """End the save after Ctrl-C, and inform the waiting ranks."""
         failure = save_failure(err, self.exchange.rank)
+        if self._publishing and not commit_module.is_committed(self.storage, self.names.generation):
+            self._publishing = False
         absent = self.abandon()
         with contextlib.suppress(CoordinationError):
             if absent or self.exchange.rank == 0:

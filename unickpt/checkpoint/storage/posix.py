@@ -164,13 +164,16 @@ class PosixStorage(Storage):
         temporary = f"{name}.tmp"
         with self.create(temporary) as sink:
             sink.write([memoryview(data)])
-        path = self.path(name)
         try:
-            os.replace(self.path(temporary), path)
-            _sync_directory(path.parent)
-        except OSError as err:
+            path = self.path(name)
+            try:
+                os.replace(self.path(temporary), path)
+                _sync_directory(path.parent)
+            except OSError as err:
+                raise StorageError(f"{path}: cannot be replaced ({err.strerror or err})") from err
+        except BaseException:
             self.delete(temporary)
-            raise StorageError(f"{path}: cannot be replaced ({err.strerror or err})") from err
+            raise
 
     def names(self, folder: str = "") -> list[str]:
         prefix = f"{folder}/" if folder else ""
@@ -217,8 +220,10 @@ class PosixStorage(Storage):
             return None
 
         def release() -> None:
-            self.delete(name)
-            _unlock(descriptor)
+            try:
+                self.delete(name)
+            finally:
+                _unlock(descriptor)
 
         return release
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import shutil
 import signal
 import threading
 import time
@@ -10,12 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests.jobs.faults.calls import Call, watched
+from tests.jobs.faults.calls import CHANGING, Call, watched
 from tests.support.rank_threads import alone, on_all_ranks
 from tests.support.saves import assert_counts, files, large, part, request, run_alone
 from unickpt.base.errors import CoordinationError
 from unickpt.checkpoint.coordination.failure import FailureKind
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
+from unickpt.checkpoint.format.layout import LOCK_FILE
+from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveRequest
 from unickpt.checkpoint.save.saver import Saver
@@ -44,6 +49,43 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, moment: str) -> None:
     assert files(tmp_path) == before
     assert saver.pending == []
     assert saver.save(request(tmp_path, "b", large(1)), alone()).committed
+
+
+class _Alarm(Exception):
+    """Raised by a signal handler of the program."""
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, _Alarm])
+@pytest.mark.parametrize("tag", ["a", "b"])
+def test_an_interrupt_at_any_call_leaves_complete_checkpoints_alone(
+    tmp_path: Path, tag: str, error: type[BaseException]
+) -> None:
+    """Also after the manifest is in place, and of the checkpoint that the save replaces."""
+    assert Saver().save(request(tmp_path, "a", large(1)), alone()).committed
+    whole = files(tmp_path)
+    for number in itertools.count():
+        seen = 0
+
+        def interrupt(_: Call, number: int = number) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == number + 1:
+                raise error
+
+        saver = Saver()
+        with watched(tmp_path, interrupt, (*CHANGING, "lstat")), contextlib.suppress(error, CoordinationError):
+            saver.save(request(tmp_path, tag, large(1)), alone())
+        assert_counts(tmp_path / "a", 1)
+        if (tmp_path / "b" / MANIFEST_FILE).exists():
+            assert_counts(tmp_path / "b", 1)
+        elif error is KeyboardInterrupt and tag == "b":
+            assert set(files(tmp_path)) - set(whole) <= {"b", f"b/{LOCK_FILE}"}
+        retry = Saver().save(request(tmp_path, tag, large(1)), alone())
+        assert retry.committed, retry.cause()
+        if seen <= number:
+            return
+        if tag == "b":
+            shutil.rmtree(tmp_path / "b")
 
 
 def test_ctrl_c_on_one_rank_reaches_the_others_at_once(tmp_path: Path) -> None:
