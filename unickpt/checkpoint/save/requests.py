@@ -258,7 +258,9 @@ class PendingSave(Pending[SaveResult]):
         """Store the result. The saver calls this once."""
         self._known(result, error)
         self._counts.add(result)
-        if notify is not None:
-            with contextlib.suppress(Exception):  # an error of the callback does not affect the save
-                notify(self)
-        self._over.set()
+        try:
+            if notify is not None:
+                with contextlib.suppress(Exception):  # an error of the callback does not affect the save
+                    notify(self)
+        finally:  # also after Ctrl-C: later saves and the end of the process wait for this one
+            self._over.set()

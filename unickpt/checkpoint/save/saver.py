@@ -227,13 +227,13 @@ class Saver:
                 staged_ns = time.monotonic_ns()
                 self._parts.stage(part, storage, RankFiles(exchange.rank, generation), exchange)
                 part.stage_ns += time.monotonic_ns() - staged_ns
+            after = busy[-1] if busy else None
+            task = SaveTask(self, save, request, storage, RankFiles(exchange.rank, generation), part, exchange, begin, after)
+            save.agreed, save.background = True, opening.background
+            self._tasks[save] = task
         except BaseException as err:
             self._interrupted(err, save, part, exchange)
             raise
-        after = busy[-1] if busy else None
-        task = SaveTask(self, save, request, storage, RankFiles(exchange.rank, generation), part, exchange, begin, after)
-        save.agreed, save.background = True, opening.background
-        self._tasks[save] = task
         if opening.background:
             save.stall_s = time.monotonic() - begin
             thread = threading.Thread(target=task.run, name="unickpt-save", daemon=True)
@@ -315,7 +315,9 @@ class Saver:
         if not isinstance(err, CoordinationError) and not posted:
             with contextlib.suppress(CoordinationError):
                 exchange.abandon(str(failure))
-        save.end(SaveResult(committed=False, failures=(failure,)))
+        self._tasks.pop(save, None)
+        if not save.done:
+            save.end(SaveResult(committed=False, failures=(failure,)))
 
     def upload(self, request: UploadRequest) -> PendingUpload:
         """Start the upload of a committed checkpoint."""

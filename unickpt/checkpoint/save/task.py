@@ -91,8 +91,14 @@ class SaveTask:
         Raises:
             KeyboardInterrupt, SystemExit: this rank was interrupted; no files of the save remain.
         """
-        with short_turns() if self.save.background else contextlib.nullcontext():
-            self._run()
+        try:
+            with short_turns() if self.save.background else contextlib.nullcontext():
+                self._run()
+        except BaseException as err:
+            if not self.save.done:  # Ctrl-C during the last steps, or once more
+                self.owner.end_task(self, None)
+                self.save.end(SaveResult(committed=False, failures=(save_failure(err, self.exchange.rank),)))
+            raise
 
     def _run(self) -> None:
         result, error = None, None

@@ -51,11 +51,11 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, moment: str) -> None:
     assert saver.save(request(tmp_path, "b", large(1)), alone()).committed
 
 
-class _Alarm(Exception):
+class _AlarmError(Exception):
     """Raised by a signal handler of the program."""
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, _Alarm])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, _AlarmError])
 @pytest.mark.parametrize("tag", ["a", "b"])
 def test_an_interrupt_at_any_call_leaves_complete_checkpoints_alone(
     tmp_path: Path, tag: str, error: type[BaseException]
@@ -73,8 +73,9 @@ def test_an_interrupt_at_any_call_leaves_complete_checkpoints_alone(
                 raise error
 
         saver = Saver()
-        with watched(tmp_path, interrupt, (*CHANGING, "lstat")), contextlib.suppress(error, CoordinationError):
+        with watched(tmp_path, interrupt, CHANGING), contextlib.suppress(error, CoordinationError):
             saver.save(request(tmp_path, tag, large(1)), alone())
+        assert saver.pending == []
         assert_counts(tmp_path / "a", 1)
         if (tmp_path / "b" / MANIFEST_FILE).exists():
             assert_counts(tmp_path / "b", 1)
@@ -86,6 +87,26 @@ def test_an_interrupt_at_any_call_leaves_complete_checkpoints_alone(
             return
         if tag == "b":
             shutil.rmtree(tmp_path / "b")
+
+
+@pytest.mark.parametrize("moment", ["callback", "lock"])
+def test_a_save_that_ctrl_c_interrupts_at_its_end_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Later saves and the end of the process would wait for it."""
+
+    def interrupt(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    saver = Saver()
+    if moment == "lock":
+        monkeypatch.setattr(saver, "end_task", interrupt)
+    wanted = request(tmp_path, "a", large(1), on_end=interrupt if moment == "callback" else None)
+    with pytest.raises(KeyboardInterrupt):
+        saver.save(wanted, alone())
+    assert saver.pending == []
+    assert saver.save(request(tmp_path, "a", large(1)), alone()).committed
 
 
 def test_ctrl_c_on_one_rank_reaches_the_others_at_once(tmp_path: Path) -> None:
