@@ -12,7 +12,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from unickpt.base import step_replay
-from unickpt.base.errors import ConfigError, CorruptCheckpointError, HostPeerFailedError, MismatchError, UnickptError
+from unickpt.base.errors import (
+    ConfigError,
+    CoordinationError,
+    CorruptCheckpointError,
+    HostPeerFailedError,
+    MismatchError,
+    UnickptError,
+)
 from unickpt.base.listing import some
 from unickpt.base.logs import logger
 from unickpt.checkpoint.checkpoint_folder import complete_checkpoints
@@ -214,7 +221,24 @@ def resume(
 
     Raises:
         UnickptError: raised on all ranks. The message names the rank that failed and what to do.
+        KeyboardInterrupt, SystemExit: this rank was interrupted; the others raise CoordinationError.
     """
+    try:
+        return _resumed(exchange, offer, attempt, nothing, where, fall_back)
+    except (KeyboardInterrupt, SystemExit) as err:
+        with contextlib.suppress(CoordinationError):
+            exchange.abandon(f"rank {exchange.rank}: {type(err).__name__}")
+        raise
+
+
+def _resumed(
+    exchange: MessageExchange,
+    offer: Callable[[], Offer],
+    attempt: Callable[[Offer, tuple[str, ...]], T],
+    nothing: Callable[[Offer], T],
+    where: str,
+    fall_back: bool,
+) -> T:
     skipped: list[str] = []
     tried = False
     request = replays(where)

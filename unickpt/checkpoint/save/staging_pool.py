@@ -40,7 +40,10 @@ class StagingPool:
     def __init__(self, budget_bytes: int | None = None, *, buffers: int = 1, pinned: bool = False) -> None:
         self.budget_bytes, self.buffers, self._pinned = budget_bytes, buffers, pinned
         self._buffers: list[_PooledBuffer] = []
-        self._freed = threading.Condition()
+        # Entered itself, and not through the condition: Ctrl-C in the condition's ``__enter__``, which is Python code, would
+        # leave it locked.
+        self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)
 
     @property
     def capacity_bytes(self) -> int:
@@ -53,7 +56,7 @@ class StagingPool:
         ``notice`` is called once after a wait of ``notice_s``.
         """
         wanted = size_bytes if self.budget_bytes is None else min(size_bytes, self.budget_bytes)
-        with self._freed:
+        with self._lock:
             while True:
                 found = self._free(wanted)
                 if found is not None:
@@ -64,7 +67,7 @@ class StagingPool:
                     notice = None
 
     def release(self, buffer: StagingBuffer) -> None:
-        with self._freed:
+        with self._lock:
             for pooled in self._buffers:
                 if pooled.buffer is buffer:
                     pooled.busy = False

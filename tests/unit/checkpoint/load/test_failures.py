@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,32 @@ def test_a_rank_that_fails_at_any_step_takes_part(tmp_path: Path, failing: int, 
     for rank, said in enumerate(found):
         assert said.startswith(type(error).__name__ if rank == failing else others.__name__)
         assert rank == failing or f"rank {failing} could not load it" in said
+
+
+def test_ctrl_c_on_one_rank_ends_the_load_on_the_others_at_once(tmp_path: Path) -> None:
+    saved(tmp_path, "a")
+
+    def run(exchange: MessageExchange) -> str:
+        exchange.begin("load")
+
+        def attempt(found: Offer, _: tuple[str, ...]) -> None:
+            together = Together(exchange, found.directory)
+            together.step("open", lambda: None)
+            if exchange.rank == 1:
+                raise KeyboardInterrupt
+            together.step("read", lambda: None)
+
+        try:
+            resume(exchange, lambda: Offer(str(tmp_path / "a"), "a"), attempt, lambda _: None, where=str(tmp_path))
+        except (CoordinationError, KeyboardInterrupt) as err:
+            return f"{type(err).__name__}: {err}"
+        return "loaded"
+
+    begin = time.monotonic()
+    found = on_all_ranks(run, timeout_s=60.0)
+    assert time.monotonic() - begin < 20
+    for rank, said in enumerate(found):
+        assert said.startswith("KeyboardInterrupt") if rank == 1 else "was notified: rank 1: KeyboardInterrupt" in said
 
 
 def test_a_storage_that_only_the_coordinator_cannot_list_ends_the_load_on_all(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveRequest
 from unickpt.checkpoint.save.saver import Saver
 from unickpt.checkpoint.save.shards import Contribution
+from unickpt.checkpoint.save.staging_pool import StagingPool
 
 BEHIND = SaveOptions(asynchronous=True)
 
@@ -107,6 +108,24 @@ def test_a_save_that_ctrl_c_interrupts_at_its_end_has_ended(
         saver.save(wanted, alone())
     assert saver.pending == []
     assert saver.save(request(tmp_path, "a", large(1)), alone()).committed
+
+
+def test_ctrl_c_leaves_the_staging_memory_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python code runs between the lock of a condition and the block: an interrupt there leaves it locked."""
+    real, pool = threading.Condition.__enter__, StagingPool()
+    buffer = pool.acquire(1)
+
+    def interrupt(condition: threading.Condition) -> bool:
+        real(condition)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(threading.Condition, "__enter__", interrupt)
+        pool.release(buffer)
+    releasing = threading.Thread(target=pool.release, args=(buffer,), daemon=True)
+    releasing.start()
+    releasing.join(5)
+    assert not releasing.is_alive()
 
 
 def test_ctrl_c_on_one_rank_reaches_the_others_at_once(tmp_path: Path) -> None:
