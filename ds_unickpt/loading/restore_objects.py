@@ -13,7 +13,7 @@ from ds_unickpt.batch import batches
 from ds_unickpt.batch.batches import Batch
 from ds_unickpt.framework import internals
 from ds_unickpt.framework.internals import plain
-from ds_unickpt.held_state import curriculum
+from ds_unickpt.held_state import curriculum, named_generators
 from ds_unickpt.held_state.beginning import Beginning
 from ds_unickpt.held_state.engine_view import EXTRA_STATE, MICRO_BATCHES, EngineView
 from ds_unickpt.held_state.names import own_entries
@@ -290,6 +290,20 @@ class RestoredObjects:
             else:
                 rng.reseed(first, source.number)
                 self._reseeded(world, now, "this rank is new, and is seeded from rank 0")
+        self._set_named_generators(source, world)
+
+    def _set_named_generators(self, source: Generators, before: int) -> None:
+        """Restore the named generators of a rank that the checkpoint has. Their seeds depend on the tensor-parallel rank."""
+        key, saved = named_generators.KEY, self.of_this_rank(named_generators.KEY)
+        if source.regrouped or source.rank >= before:
+            if named_generators.captured():
+                self._object(key, "left out", "this rank is new among the tensor-parallel ranks: they keep their states")
+        elif saved:
+            lacking = named_generators.restore(saved)
+            reason = f"this process has no {', '.join(lacking)}" if lacking else ""
+            self._object(key, "left out" if reason else "restored", reason)
+        elif named_generators.captured():
+            self._object(key, "left out", "none was saved: they keep their states")
 
     def _reseeded(self, before: int, now: int, how: str) -> None:
         self._object("rng", "re-seeded", rng.change(rng.counted(before), str(now), how))

@@ -15,7 +15,7 @@ from ds_unickpt.batch import batches
 from ds_unickpt.framework import internals
 from ds_unickpt.framework.fallbacks import OWN_MODULE_STATE, OWN_OPTIMIZER_STATE, require_supported
 from ds_unickpt.framework.partitions import Partition, states_of
-from ds_unickpt.held_state import curriculum, owned_states, vocabulary
+from ds_unickpt.held_state import curriculum, named_generators, owned_states, vocabulary
 from ds_unickpt.held_state.engine_view import EXTRA_STATE, MICRO_BATCHES, SCALARS, EngineView
 from ds_unickpt.held_state.kept_description import KeptDescription, KnownState, PartitionFacts, ReadState
 from ds_unickpt.held_state.names import ModuleNames, own_entries
@@ -180,6 +180,8 @@ def contribution(state: EngineState, announced: Message) -> Contribution:
     names, placed = state.names, state.placed
     tensors = state.tensors
     rank_objects: dict[str, Any] = {"rng": rng.capture()}
+    if generators := named_generators.captured():
+        rank_objects[named_generators.KEY] = generators
     if state.rank and state.digests["client_state"] != announced.get("client_state"):
         rank_objects["client_state"] = dict(state.client_state)
     if state.scalars is not None:

@@ -137,6 +137,35 @@ def generators_continue_on_every_rank(folder: Path) -> None:
 
 
 @scenario(2)
+def named_generators_of_deepspeed_continue_on_every_rank(folder: Path) -> None:
+    """A program adds them after ``deepspeed.initialize`` or before: for dropout in layers that are divided."""
+
+    def draws() -> list[float]:
+        with tracker.fork():
+            return torch.rand(3).tolist()
+
+    def begin(seed: int, name: str = "model-parallel-rng") -> None:
+        tracker.reset()
+        tracker.add(name, seed + dist.get_rank())
+
+    tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
+    source, target = build(here(1), seed=1), build(here(3), seed=2)
+    begin(100)
+    draws()
+    source.save_checkpoint(str(folder))
+    expected = draws()
+    begin(200)
+    target.load_checkpoint(str(folder))
+    assert draws() == expected
+    begin(200, "another")
+    target.load_checkpoint(str(folder))
+    assert list(tracker.get_states()) == ["another"]
+    (entry,) = [each for each in target.checkpoint_engine.last_report.entries if each.name == "named_generators"]
+    assert (entry.outcome, entry.reason) == ("left out", "this process has no model-parallel-rng")
+    tracker.reset()
+
+
+@scenario(2)
 def custom_load_fn_gets_the_full_state_dict(folder: Path) -> None:
     source = build(here(1), seed=1)
     train(source, 2)
