@@ -36,7 +36,9 @@ def main(folder: str, steps: int) -> None:
         per_device=engine.train_micro_batch_size_per_gpu(),
         start=start.samples,
     )
-    batches = iter(DataLoader(TensorDataset(numbers), batch_size=sampler.per_device, sampler=sampler))
+    # With a generator of its own the loader draws nothing from torch's, which the checkpoint has restored.
+    own = torch.Generator()
+    batches = iter(DataLoader(TensorDataset(numbers), batch_size=sampler.per_device, sampler=sampler, generator=own))
     for step in range(start.step, steps):
         for _ in range(engine.gradient_accumulation_steps()):
             (x,) = next(batches)

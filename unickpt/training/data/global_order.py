@@ -46,7 +46,7 @@ class GlobalOrderSampler(Sampler[int]):
         sampler = unickpt.GlobalOrderSampler(
             len(dataset), rank=rank, ranks=ranks, per_device=engine.train_micro_batch_size_per_gpu(), start=start.samples
         )
-        loader = DataLoader(dataset, batch_size=sampler.per_device, sampler=sampler)
+        loader = DataLoader(dataset, batch_size=sampler.per_device, sampler=sampler, generator=torch.Generator())
         ```
 
     Args:
