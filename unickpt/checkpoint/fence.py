@@ -6,8 +6,9 @@ it begins to save, and looks at it directly before each commit. A copy that was 
 not commit, unless the later one is known to have ended. Under ``--rdzv-backend unickpt``, a round takes the folder of its job
 over when it resumes.
 
-Rounds of one job have an order of their own. Other copies are compared by the time of their start. A wrong clock can give the
-folder to the wrong one of two copies that both live, and never takes it from the only one: a first save does not compare.
+Rounds of one job have an order of their own. Other copies are compared by the time of their start: on one machine since its
+boot, and else by the clocks. A wrong clock can give the folder to the wrong one of two copies that live on different machines,
+and never takes it from the only one: a first save does not compare.
 A lock keeps others out between the look and the rename of the manifest. Object stores have no locks: there a copy that has
 looked can be overtaken for the time of one request.
 """
@@ -122,10 +123,18 @@ def verdict_on(found: JobCopy | None, own: JobCopy, *, owned: bool, lives: bool 
         return FenceVerdict.TAKE if found.round < own.round else FenceVerdict.REFUSED
     if found.process == own.process:
         return FenceVerdict.OWN
-    later = found.began_s > own.began_s
+    later = _started_later(found, own)
     ended = lives is False and (not own.job or own.job != found.job)
     refused = later and (lives or (owned and not ended))
     return FenceVerdict.REFUSED if refused else FenceVerdict.TAKE
+
+
+def _started_later(found: JobCopy, own: JobCopy) -> bool:
+    """Whether a copy was started after another one. On one machine the ticks since its boot tell, which nobody sets."""
+    one, other = ProcessIdentity.parse(found.process), ProcessIdentity.parse(own.process)
+    if one is not None and other is not None and one.boot == other.boot != "":
+        return one.start > other.start
+    return found.began_s > own.began_s
 
 
 def line_folder(save_dir: str) -> str:

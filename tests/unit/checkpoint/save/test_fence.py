@@ -59,6 +59,14 @@ def test_the_copy_that_was_started_last_writes() -> None:
         assert verdict_on(NEW, OLD, owned=owned, lives=lives) is (FenceVerdict.REFUSED if refused else FenceVerdict.TAKE)
 
 
+def test_copies_on_one_machine_are_compared_without_a_clock() -> None:
+    behind = replace(NEW, began_s=OLD.began_s - 3600.0)  # the clock was set back between the two starts
+    assert verdict_on(OLD, behind, owned=False, lives=True) is FenceVerdict.TAKE, "the old copy hangs"
+    assert verdict_on(behind, OLD, owned=True, lives=True) is FenceVerdict.REFUSED
+    elsewhere = replace(behind, process="2.2.other.ns")
+    assert verdict_on(elsewhere, OLD, owned=True, lives=None) is FenceVerdict.TAKE, "of two machines only the clocks tell"
+
+
 def test_rounds_of_a_job_are_ordered_without_a_clock() -> None:
     later = replace(FIRST, round=(2, 2), process="2.2.boot.ns", began_s=1.0)  # on a host whose clock is wrong
     other_host = replace(FIRST, process="9.9.other.ns", began_s=500.0)
