@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 
 from unickpt.checkpoint.format.manifest import Manifest
 
+_SKEW_S = 60.0  # by which the clocks of two hosts may differ
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -250,8 +252,10 @@ class Claim:
         return _time_of(manifest) > self.owner.since
 
     def _text(self, stored: Origin, manifest: Manifest) -> str:
+        ahead = _time_of(manifest) > time.time() + _SKEW_S
+        when = f"{manifest.created}{', which is in the future by the clock of this host' if ahead else ''}"
         return (
-            f"there is the checkpoint of another model: {stored} saved it at {manifest.created}, and this is "
+            f"there is the checkpoint of another model: {stored} saved it at {when}, and this is "
             f"{self.owners.origin(self.owner)}. It is not replaced. Save each model into a folder of its own or under a tag of "
             "its own, or remove the old checkpoint."
         )

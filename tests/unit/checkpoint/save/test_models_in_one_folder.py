@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,17 @@ def test_a_model_takes_the_place_of_one_that_was_discarded_but_is_kept_alive(
     assert "another model" in refused.cause()
     assert not Model(owners, tensors=2).save(tmp_path, "last").committed, "other parameters"
     assert model_of(tmp_path / "last") == second.owner.lineage
+
+
+def test_a_refusal_names_a_clock_that_was_set_back(tmp_path: Path) -> None:
+    assert Model(Owners()).save(tmp_path, "last").committed
+    found, claim = read_manifest(open_storage(str(tmp_path / "last"))), Model(Owners()).claim
+    assert claim.refusal(found) == "", "a new process may save the same model again"
+    for seconds, told in ((30, False), (3600, True)):
+        later = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=seconds)
+        refused = claim.refusal(replace(found, created=later.isoformat(timespec="seconds")))
+        assert "another model" in refused
+        assert ("in the future by the clock of this host" in refused) == told
 
 
 def test_a_model_in_use_keeps_its_checkpoint(tmp_path: Path) -> None:
