@@ -279,15 +279,19 @@ def is_expert(parameter: torch.nn.Parameter) -> bool:
     return getattr(parameter, "allreduce", True) is False
 
 
-def open_window(engine: Any) -> tuple[int, int]:
-    """Return how many micro batches were trained since the last optimizer step, and how many make a step.
+def open_window(engine: Any) -> str:
+    """Return of which micro batches the gradients are accumulated; '' if the last one completed an optimizer step.
 
-    (0, 1) in a pipeline, which always completes a step, and if the loop itself says where a step ends.
+    A pipeline always completes a step. A loop that says itself where a step ends, as Accelerate does, says so of the last one.
     """
-    if engine.pipeline_parallelism or getattr(engine, "_is_gradient_accumulation_boundary", None) is not None:
-        return 0, 1
+    ends_step = getattr(engine, "_is_gradient_accumulation_boundary", None)
+    if engine.pipeline_parallelism or ends_step:
+        return ""
+    if ends_step is not None:
+        return "the micro batches"
     count = int(engine.gradient_accumulation_steps())
-    return int(engine.micro_steps) % count, count
+    trained = int(engine.micro_steps) % count
+    return f"{trained} of {count} micro batches" if trained else ""
 
 
 def validate_tag(engine: Any, tag: str) -> None:

@@ -110,13 +110,13 @@ def save_checkpoint(
 
 def _warn_of_open_window(ours: UnickptCheckpointEngine, engine: Any, place: str) -> None:
     """Warn of the micro batches that a resume loses. No checkpoint of DeepSpeed or unickpt has accumulated gradients."""
-    trained, count = internals.open_window(engine)
+    trained = internals.open_window(engine)
     if trained and ours.exchange.rank == 0:
         logger.warning(
-            "unickpt: %s is saved within an accumulation window: the gradients of %d of %d micro batches since the last "
-            "optimizer step are not stored. A resume begins the window anew, so it has to train these %d again. Save after the "
-            "optimizer step, when engine.is_gradient_accumulation_boundary() was true for the last micro batch.",
-            place, trained, count, trained,
+            "unickpt: %s is saved within an accumulation window: the gradients of %s since the last optimizer step are not "
+            "stored. A resume begins the window anew, so it has to train these again. Save after the optimizer step, when "
+            "engine.is_gradient_accumulation_boundary() was true for the last micro batch.",
+            place, trained,
         )  # fmt: skip
 
 

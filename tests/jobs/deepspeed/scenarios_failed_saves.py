@@ -144,6 +144,19 @@ def a_save_within_an_accumulation_window_says_how_many_micro_batches_are_lost(fo
         assert all(f"{micro_batches} of 3 micro batches" in line for line in told), told
 
 
+@scenario(2)
+def a_loop_that_says_where_a_step_ends_is_told_of_an_open_window(folder: Path) -> None:
+    """Accelerate does so before each backward pass."""
+    engine = build(here(1), seed=1, gradient_accumulation_steps=2)
+    for at, ends_step in enumerate((False, True)):
+        engine.set_gradient_accumulation_boundary(is_boundary=ends_step)
+        train(engine, 1)
+        with Log() as log:
+            assert engine.save_checkpoint(str(folder), tag=f"after{at}") is True
+        told = [line for line in log.lines if "accumulation window" in line]
+        assert len(told) == (dist.get_rank() == 0 and not ends_step), log.lines
+
+
 def _model(seed: int, place: Path | None = None, **more: Any) -> Any:
     """Return an engine, trained for two steps unless it is to load from a place. All have names and shapes in common."""
     engine = build(here(1), seed=seed, unickpt={"enabled": True, **more})
