@@ -64,7 +64,12 @@ def stalled(folder: Path) -> Iterator[Stall]:
 
 def large(count: int = 8, mib: int = 1) -> list[Shard]:
     """Return float32 tensors of ``mib`` MiB each, with increasing values."""
-    infos = [TensorInfo(f"t{at}", "master", "F32", (mib * MIB // 4,), "parameter") for at in range(count)]
+    return numbered(count, mib * MIB // 4)
+
+
+def numbered(count: int, elements: int) -> list[Shard]:
+    """Return float32 tensors, each with its number as the value of all elements."""
+    infos = [TensorInfo(f"t{at}", "master", "F32", (elements,), "parameter") for at in range(count)]
     return [s for at, i in enumerate(infos) for s in shards_of_flat_range(i, 0, i.numel, torch.full(i.shape, float(at)))]
 
 

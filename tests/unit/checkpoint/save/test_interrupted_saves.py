@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from tests.jobs.faults.calls import CHANGING, Call, watched
+from tests.support.extent import in_full
 from tests.support.rank_threads import alone, on_all_ranks
-from tests.support.saves import assert_counts, files, large, part, request, run_alone
+from tests.support.saves import assert_counts, files, large, numbered, part, request, run_alone
 from unickpt.base.errors import CoordinationError
 from unickpt.checkpoint.coordination.failure import FailureKind
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
@@ -56,13 +57,18 @@ class _AlarmError(Exception):
     """Raised by a signal handler of the program."""
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, _AlarmError])
-@pytest.mark.parametrize("tag", ["a", "b"])
+@pytest.mark.parametrize(
+    ("tag", "error"),
+    [
+        ("a", _AlarmError), ("b", KeyboardInterrupt),
+        pytest.param("a", KeyboardInterrupt, marks=in_full), pytest.param("b", _AlarmError, marks=in_full),
+    ],
+)  # fmt: skip
 def test_an_interrupt_at_any_call_leaves_complete_checkpoints_alone(
     tmp_path: Path, tag: str, error: type[BaseException]
 ) -> None:
     """Also after the manifest is in place, and of the checkpoint that the save replaces."""
-    assert Saver().save(request(tmp_path, "a", large(1)), alone()).committed
+    assert Saver().save(request(tmp_path, "a", numbered(1, 16)), alone()).committed
     whole = files(tmp_path)
     for number in itertools.count():
         seen = 0
@@ -75,14 +81,14 @@ def test_an_interrupt_at_any_call_leaves_complete_checkpoints_alone(
 
         saver = Saver()
         with watched(tmp_path, interrupt, CHANGING), contextlib.suppress(error, CoordinationError):
-            saver.save(request(tmp_path, tag, large(1)), alone())
+            saver.save(request(tmp_path, tag, numbered(1, 16)), alone())
         assert saver.pending == []
         assert_counts(tmp_path / "a", 1)
         if (tmp_path / "b" / MANIFEST_FILE).exists():
             assert_counts(tmp_path / "b", 1)
         elif error is KeyboardInterrupt and tag == "b":
             assert set(files(tmp_path)) - set(whole) <= {"b", f"b/{LOCK_FILE}"}
-        retry = Saver().save(request(tmp_path, tag, large(1)), alone())
+        retry = Saver().save(request(tmp_path, tag, numbered(1, 16)), alone())
         assert retry.committed, retry.cause()
         if seen <= number:
             return
@@ -154,6 +160,7 @@ SIGTERM_JOB = """
 import asyncio, logging, os, signal, sys, threading, time
 from pathlib import Path
 from tests.jobs.faults.calls import watched
+from tests.support.extent import in_full
 from tests.support.rank_threads import alone
 from tests.support.saves import files, run_alone, large, request
 from unickpt.checkpoint.save import shutdown
@@ -224,6 +231,7 @@ def test_an_abandoned_save_leaves_no_checkpoint_and_the_log_has_its_duration(tmp
 OTHER_CODE_JOB = """
 import asyncio, os, signal, sys, time
 from pathlib import Path
+from tests.support.extent import in_full
 from tests.support.rank_threads import alone
 from tests.support.saves import files, run_alone, large, request
 from unickpt.api.preemption import Preemption
