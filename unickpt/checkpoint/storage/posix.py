@@ -17,6 +17,7 @@ from unickpt.checkpoint.storage.base import Reader, Sink, Storage
 from unickpt.checkpoint.storage.direct_io import DirectSink
 
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS, errno.EACCES, errno.EPERM}
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP}
 _BLOCK_BYTES = 256 << 10  # fits into the cache of a core, so a checksum does not read the block from memory again
 _CALL_PARTS = min(os.sysconf("SC_IOV_MAX"), 1024)  # buffers that one system call fills
 
@@ -98,7 +99,8 @@ class PosixStorage(Storage):
             return found.st_size if stat.S_ISREG(found.st_mode) else None
         path = self.path(name)
         try:
-            return path.stat().st_size if path.is_file() else None
+            found = _status(path)
+            return found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None
         except OSError as err:
             raise StorageError(f"{path}: cannot be examined ({err.strerror or err})") from err
 
@@ -177,15 +179,15 @@ class PosixStorage(Storage):
 
     def names(self, folder: str = "") -> list[str]:
         prefix = f"{folder}/" if folder else ""
-        return [prefix + name for name in self._entries(folder, Path.is_file)]
+        return [prefix + name for name in self._entries(folder, stat.S_ISREG)]
 
     def folders(self) -> list[str]:
-        return self._entries("", Path.is_dir)
+        return self._entries("", stat.S_ISDIR)
 
-    def _entries(self, folder: str, wanted: Callable[[Path], bool]) -> list[str]:
+    def _entries(self, folder: str, wanted: Callable[[int], bool]) -> list[str]:
         path = self.path(folder)
         try:
-            return sorted(entry.name for entry in path.iterdir() if wanted(entry)) if path.is_dir() else []
+            return sorted(entry.name for entry in path.iterdir() if _is(wanted, entry)) if _is(stat.S_ISDIR, path) else []
         except OSError as err:
             raise StorageError(f"{path}: cannot be listed ({err.strerror or err})") from err
 
@@ -230,7 +232,7 @@ class PosixStorage(Storage):
     def _make_folders(self, path: Path) -> None:
         """Create a folder and its parents. Other ranks may create the same ones. ``_sync_folders`` makes them durable."""
         missing = []
-        while not path.exists() and path.parent != path:
+        while _status(path) is None and path.parent != path:
             missing.append(path)
             path = path.parent
         for folder in reversed(missing):
@@ -246,6 +248,24 @@ class PosixStorage(Storage):
         except OSError:
             self._unsynced = waiting + self._unsynced
             raise
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """Return what a path leads to, or None if there is nothing. Raises OSError if the file system cannot tell.
+
+    From Python 3.14 on, ``Path.is_file`` and its siblings take every error for an absent file.
+    """
+    try:
+        return os.stat(path)
+    except OSError as err:
+        if err.errno in _ABSENT:
+            return None
+        raise
+
+
+def _is(kind: Callable[[int], bool], path: Path) -> bool:
+    found = _status(path)
+    return found is not None and kind(found.st_mode)
 
 
 def _locked(path: Path) -> int | None:

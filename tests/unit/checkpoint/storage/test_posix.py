@@ -83,6 +83,22 @@ def test_a_file_that_cannot_be_examined_is_named(storage: PosixStorage) -> None:
             call()
 
 
+@pytest.mark.parametrize("kind", [errno.ESTALE, errno.EACCES, errno.EIO])
+def test_what_cannot_be_examined_is_not_absent(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+    """Also from Python 3.14 on, where pathlib takes every error for an absent file."""
+    for name, function in (("is_file", os.path.isfile), ("is_dir", os.path.isdir), ("exists", os.path.exists)):
+        monkeypatch.setattr(Path, name, lambda path, function=function: function(path))
+
+    def refuse(call: Call) -> None:
+        if call.path.startswith("data"):
+            raise OSError(kind, os.strerror(kind))
+
+    for look in (lambda: storage.size_bytes("data/file"), lambda: storage.names("data"), storage.folders):
+        with watched(storage.root, refuse, ("stat", "lstat")), pytest.raises(StorageError, match="cannot be"):
+            look()
+    assert (storage.size_bytes("data/none"), storage.names("none"), storage.folders()) == (None, [], ["data"])
+
+
 @pytest.mark.parametrize("name", ["fstat", "stat"])
 def test_a_lock_whose_file_cannot_be_examined_is_held_until_its_release(storage: PosixStorage, name: str) -> None:
     with watched(storage.root, _stale, (name,)):
