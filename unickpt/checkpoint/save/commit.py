@@ -84,11 +84,11 @@ class CommittedCheckpoint:
 
     Attributes:
         size_bytes: size of all files except the manifest.
-        durable: the storage reported that the checkpoint survives a crash of the machine.
+        at_risk: why the checkpoint may not survive a crash of the machine; '' if the storage reported that it does.
     """
 
     size_bytes: int
-    durable: bool
+    at_risk: str
 
 
 def commit(
@@ -136,8 +136,8 @@ def commit(
         notes=part.notes,
         witness=part.witness,
     )
-    durable = publish(storage, manifest, table, proceed=proceed)
-    return CommittedCheckpoint(sum(record.size_bytes for record in manifest.files), durable)
+    at_risk = publish(storage, manifest, table, proceed=proceed)
+    return CommittedCheckpoint(sum(record.size_bytes for record in manifest.files), at_risk)
 
 
 def index_record(table: bytes, generation: int) -> FileRecord:
@@ -162,11 +162,11 @@ def with_generation(manifest: Manifest, table: bytes, generation: int, *, where:
     return replace(manifest, files=files, index=record.path, generation=generation), table
 
 
-def publish(storage: Storage, manifest: Manifest, table: bytes, *, proceed: Callable[[], None] | None = None) -> bool:
+def publish(storage: Storage, manifest: Manifest, table: bytes, *, proceed: Callable[[], None] | None = None) -> str:
     """Write the index and then the manifest, which commits the checkpoint. Remove the replaced generation.
 
     Returns:
-        Whether the storage reported that the checkpoint survives a crash of the machine.
+        Why the checkpoint may not survive a crash of the machine; '' if the storage reported that it does.
 
     Raises:
         StorageError: the checkpoint is not committed.
@@ -177,7 +177,7 @@ def publish(storage: Storage, manifest: Manifest, table: bytes, *, proceed: Call
     try:
         if proceed is not None:
             proceed()
-        durable = _put_in_place(storage, manifest_module.to_bytes(manifest))
+        at_risk = _put_in_place(storage, manifest_module.to_bytes(manifest))
     except UncertainCommitError:
         raise
     except Exception:
@@ -187,7 +187,7 @@ def publish(storage: Storage, manifest: Manifest, table: bytes, *, proceed: Call
         if not is_committed(storage, manifest.generation):
             storage.delete(manifest.index)
         raise
-    if durable:
+    if not at_risk:
         try:
             _clean(storage, keep={record.path for record in manifest.files})
         except (UnickptError, OSError):  # the checkpoint is committed; remaining old files only take space
@@ -196,7 +196,7 @@ def publish(storage: Storage, manifest: Manifest, table: bytes, *, proceed: Call
             logger.warning(
                 "unickpt: %s is saved, but the step after the commit failed (%s: %s)", storage, type(err).__name__, err
             )
-    return durable
+    return at_risk
 
 
 def is_committed(storage: Storage, generation: int) -> bool:
@@ -209,8 +209,8 @@ def is_committed(storage: Storage, generation: int) -> bool:
         return True
 
 
-def _put_in_place(storage: Storage, data: bytes) -> bool:
-    """Write the manifest, and return whether it is durable. If not, the old one may reappear after a crash of the machine.
+def _put_in_place(storage: Storage, data: bytes) -> str:
+    """Write the manifest. Return '' if it is durable, and otherwise why the old one may reappear after a crash of the machine.
 
     Raises:
         UncertainCommitError: it is unknown whether the manifest was written.
@@ -222,8 +222,8 @@ def _put_in_place(storage: Storage, data: bytes) -> bool:
         if not _was_written(storage, data, err):
             raise
         logger.warning("unickpt: %s is committed, but may not survive a crash of the machine: %s", storage, err)
-        return False
-    return True
+        return str(err) or type(err).__name__
+    return ""
 
 
 def _was_written(storage: Storage, data: bytes, failure: Exception) -> bool:

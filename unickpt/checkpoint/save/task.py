@@ -307,13 +307,16 @@ class SaveTask:
             )
             verdict["committed"], verdict["size_bytes"] = True, made.size_bytes
             self.owner.log_notes(self.save.directory, part.notes)
-            if not made.durable:
-                verdict["shortfall"] = f"{self.save.directory} is committed, but may not survive a crash of the machine"
+            if made.at_risk:
+                verdict["shortfall"] = (
+                    f"{self.save.directory} is committed, but may not survive a crash of the machine: {made.at_risk}"
+                )
             if self.request.save_latest:
                 try:
                     self.owner.open(self.request.save_dir).write_atomic(LATEST_FILE, self.request.tag.encode())
                 except Exception as err:  # the checkpoint is committed, and all ranks wait for the verdict
-                    verdict["shortfall"] = f"{self.save.directory} is committed, but 'latest' could not be updated: {err}"
+                    text = f"{self.save.directory} is committed, but 'latest' could not be updated: {err}"
+                    verdict["shortfall"] = "; ".join(filter(None, [verdict["shortfall"], text]))
             if self.request.on_commit is not None:  # it may write a file like ``latest``
                 _notify(self.request.on_commit, self.save.directory)
 
