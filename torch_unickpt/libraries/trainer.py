@@ -11,8 +11,9 @@ from typing import Any
 
 from torch_unickpt.loading.load_training import load_training
 from unickpt.base.errors import UnickptError
-from unickpt.checkpoint.checkpoint_folder import latest_tag
+from unickpt.checkpoint.checkpoint_folder import latest_tag, read_manifest
 from unickpt.checkpoint.load.validation import is_checkpoint
+from unickpt.checkpoint.storage.open import open_storage
 
 
 def checkpoint_in(folder: str) -> str:
@@ -30,9 +31,13 @@ def checkpoint_in(folder: str) -> str:
 def load(trainer: Any, checkpoint: str) -> None:
     """Load weights, masters, states of the optimizer, and the position in the schedule. Every rank calls this.
 
+    Frozen weights that the checkpoint leaves out, as those under adapters of PEFT, stay as the program has made them.
+
     Raises:
         UnickptError: the checkpoint does not fit. Raised on every rank.
     """
+    whole = not read_manifest(open_storage(checkpoint)).excluded
     load_training(
-        trainer.model_wrapped, trainer.optimizer, os.path.abspath(checkpoint), scheduler=trainer.lr_scheduler, restore_rng=False
-    )
+        trainer.model_wrapped, trainer.optimizer, os.path.abspath(checkpoint), scheduler=trainer.lr_scheduler, strict=whole,
+        restore_rng=False,
+    )  # fmt: skip

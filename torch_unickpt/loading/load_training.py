@@ -36,7 +36,7 @@ from unickpt.checkpoint.load.resume import Offer, Together, resume
 from unickpt.checkpoint.memory.offers import MemoryResume, warn_of_unseen
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.save.requests import SaveOptions
-from unickpt.checkpoint.state.filling import state_for
+from unickpt.checkpoint.state.filling import WEIGHT, state_for
 from unickpt.checkpoint.storage.base import absolute
 from unickpt.diagnosis import session
 from unickpt.transform.dialects.named_here import under_own_names
@@ -104,7 +104,8 @@ def load_training(
         loader: as for ``save_training``. With another number of ranks it needs ``reshard``.
         stateful: as for ``save_training``.
         fall_back: load the newest complete older checkpoint of the folder if one is damaged.
-        strict: raise an error if the checkpoint has parameters that the model lacks.
+        strict: raise an error if the checkpoint has parameters that the model lacks, or lacks frozen ones that its job left
+            out. ``False``: these keep their values.
         missing_state: what to do about states of the optimizer that the checkpoint lacks. ``error``: nothing is loaded.
             ``fresh``: they start anew.
         restore_rng: restore the generators of Python, NumPy and torch.
@@ -232,8 +233,11 @@ def _resumed(
             meta = [name for name, tensor in tensors.items() if tensor.is_meta]
             if meta:
                 raise ConfigError(f"{some(meta)}: on the meta device. Call model.to_empty(device=...) before the load")
+            kept = set() if how.strict else _left_out(found, stored, names.parameters, report)
             wanted: list[tuple[Key, Value]] = [
-                ((stored[name], state_for(found, stored[name], tensor.dtype)), tensor) for name, tensor in tensors.items()
+                ((stored[name], state_for(found, stored[name], tensor.dtype)), tensor)
+                for name, tensor in tensors.items()
+                if name not in kept
             ]
             return Found(found, [*wanted, *([] if restored is None else restored.requests(ranks))], names.aliases)
 
@@ -264,6 +268,17 @@ def _resumed(
     if request is not None and start.path is not None:
         replaying.begin(RUNTIME, request, job.model, job.optimizer, layout_of(start.path), group)
     return start
+
+
+def _left_out(
+    found: Checkpoint, stored: Mapping[str, str], parameters: Mapping[str, torch.Tensor], report: LoadReport
+) -> set[str]:
+    """Return the frozen parameters that the saving job left out, as those under adapters. They keep their values."""
+    excluded = frozenset(found.manifest.excluded)
+    kept = {name for name, each in parameters.items() if stored[name] in excluded and not each.requires_grad}
+    for name in sorted(kept):
+        report.add(name, WEIGHT, "left out", "frozen, and left out when it was saved")
+    return kept
 
 
 def _stored(checkpoint: Checkpoint, names: Names) -> dict[str, str]:

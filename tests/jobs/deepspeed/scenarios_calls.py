@@ -6,6 +6,7 @@ import json
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -14,11 +15,14 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
+import unickpt
 from tests.jobs.deepspeed.jobs import build, train
 from tests.jobs.deepspeed.model import Model
 from tests.jobs.deepspeed.resumes import ADAM, here
 from tests.jobs.deepspeed.scenario_worker import scenario
 from tests.jobs.deepspeed.truth import consolidated, differences
+from torch_unickpt.libraries import trainer as of_trainer
+from unickpt.base.errors import MismatchError
 
 
 @scenario(2)
@@ -184,6 +188,34 @@ def custom_load_fn_gets_the_full_state_dict(folder: Path) -> None:
         found = consolidated(target, ())
         assert torch.equal(found["weight/embed.weight"], truth["weight/embed.weight"] * 2)
         assert torch.equal(found["master/embed.weight"], truth["weight/embed.weight"] * 2)
+
+
+@scenario(1)
+def trainer_without_deepspeed_keeps_the_frozen_weights_that_a_checkpoint_leaves_out(folder: Path) -> None:
+    """As those under adapters of PEFT: they come from the program."""
+
+    def frozen_below(seed: int) -> torch.nn.Sequential:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        model[0].requires_grad_(False)
+        return model
+
+    cfg = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "unickpt": {"enabled": True}}
+    below = frozen_below(1)
+    source, *_ = deepspeed.initialize(model=below, model_parameters=list(below[1].parameters()), config=cfg)
+    source.backward(source(torch.ones(1, 2)).sum())
+    source.step()
+    source.save_checkpoint(str(folder), exclude_frozen_parameters=True)
+    model = frozen_below(2)
+    own, optimizer = model[0].weight.clone(), torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    with pytest.raises(MismatchError, match=r"has no 0\.weight"):
+        unickpt.load_training(model, optimizer, folder)
+    of_trainer.load(SimpleNamespace(model_wrapped=model, optimizer=optimizer, lr_scheduler=None), str(folder / "global_step1"))
+    assert torch.equal(model[0].weight, own)
+    assert torch.equal(model[1].weight, source.module[1].weight)
+    model[0].requires_grad_(True)  # what is trained is not left at its initial value
+    with pytest.raises(MismatchError, match=r"has no 0\.weight"):
+        unickpt.load_training(model, optimizer, folder, strict=False)
 
 
 @scenario(1)
