@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from unickpt.checkpoint.save import shutdown
 from unickpt.diagnosis import session
+from unickpt.testing.launch import leave
 
 
 def main() -> None:
@@ -44,7 +45,7 @@ def main() -> None:
         shutdown.finish_all()
     dist.barrier()
     session.stop()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

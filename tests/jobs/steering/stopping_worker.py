@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import unickpt
+from unickpt.testing.launch import leave
 
 
 def main() -> None:
@@ -50,7 +51,7 @@ def main() -> None:
             note("ends", time.time())
             preemption.leave()
     assert int(state[1]) == step * (step + 1) * (2 * step + 1) // 6, (step, state)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

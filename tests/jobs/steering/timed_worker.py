@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from unickpt.base.options.job import TimingOptions
 from unickpt.diagnosis import session
+from unickpt.testing.launch import leave
 
 SAVE = 60  # steps, 3 s: agents see a step within a second
 
@@ -70,7 +71,7 @@ def main() -> None:
             part.rename(saved)
         time.sleep(0.05)
     session.stop()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import unickpt
+from unickpt.testing.launch import leave
 
 SAVE = 320  # steps
 STEP_S = 0.05  # a step takes this long at least
@@ -42,7 +43,7 @@ def main() -> None:
         if step % SAVE == 0 and checkpoints.exists():
             assert unickpt.save_checkpoint({"step": torch.tensor(step)}, checkpoints / f"step{step}", step=step).committed
         time.sleep(STEP_S)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
