@@ -31,8 +31,8 @@ from unickpt.base.listing import some
 from unickpt.checkpoint.format.checksums import digest
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.state.first_step import first_states
+from unickpt.checkpoint.state.saved_optimizer import OWNERS
 
-OWNERS = "optimizer_owners/"  # + rank: shapes and parameter ranges of the owners that a rank stores, among the shared objects
 STATES = "optimizer_states/"  # + digest: states and padding by key
 
 _ADVICE = (

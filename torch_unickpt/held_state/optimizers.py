@@ -325,6 +325,11 @@ class RestoredOptimizers:
                 f"{where} was trained with {self.saved.record.name}, this job uses {self.own.name}. The states cannot be "
                 f"converted. {_HINT}."
             )
+        if self.saved.owned and not self.fresh:
+            raise MismatchError(
+                f"{where} has states of {self.own.name} that are not of the shape of their parameters: of "
+                f"{some(sorted(self.saved.owned))}. Only a job of DeepSpeed with the same ZeRO stage can use them. {_HINT}."
+            )
         self._plans = [self._plan(each) for each in self.own.parameters]
         lacking = [plan.lacking for plan in self._plans if plan.lacking]
         if lacking and not self.fresh:
@@ -354,6 +359,8 @@ class RestoredOptimizers:
             return StatesOfPart(first=first, nothing=True)
         if self.saved.record is None or not (self.saved.related or self.saved.usable):
             return begin_anew([described_here], first)
+        if self.saved.related and stored in self.saved.owned:
+            return begin_anew([described_here], first)
         if isinstance(each.optimizer, torch.optim.LBFGS) and not_stored(self._sources.get(self._stored(each.name), ())):
             return begin_anew([described_here], first)  # of an earlier release, without lists: the others alone end its step
         scalars = {key for key, value in self._scalars(each).items() if value is not None}
@@ -361,6 +368,9 @@ class RestoredOptimizers:
             wanted = frozenset() if first is None else frozenset(first.tensors)
             described_here = StatesOfParameter(each.name, described_here.trained, held & wanted)
             return plan([described_here], scalars & {STEP} if held & wanted else (), first)
+        owned = frozenset() if first is None or not held else first.owned - held - none
+        if owned:  # as Adafactor's rows and columns of a checkpoint of ZeRO, whose partitions have none
+            return StatesOfPart(first=first, lacking={each.name: tuple(sorted(owned))}, nothing=True)
         return plan([described_here], scalars, first)
 
     def _scalars(self, each: Stepped) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
+import unickpt
 from tests.jobs.deepspeed.jobs import build, scramble, train
 from tests.jobs.deepspeed.model import Model
 from tests.jobs.deepspeed.odd_optimizers import (
@@ -72,6 +73,29 @@ def adafactor_keeps_factors_of_whole_matrices(folder: Path) -> None:
         of_one.load_checkpoint(str(other), load_optimizer_states=False)
         with pytest.raises(AssertionError, match="rounding explains"):
             assert_trains_on(of_one, losses, other)
+
+
+@scenario(1)
+def a_loop_of_torch_refuses_factors_of_deepspeed_or_begins_them_anew(folder: Path) -> None:
+    """Its first step would end in ``KeyError: 'exp_avg_sq_row'``: those of ZeRO 0 belong to DeepSpeed, ZeRO 1 has none."""
+    for stage, reason in (
+        (0, r"states of Adafactor that are not of the shape of their parameters: of .*embed\.weight"),
+        (1, r"lacks states that this job's Adafactor needs: exp_avg_sq_col, exp_avg_sq_row of .*embed\.weight"),
+    ):
+        _saved(adafactor, stage, folder / str(stage))
+        torch.manual_seed(2)
+        model = Model()
+        optimizer = adafactor([p for p in model.parameters() if p.requires_grad])
+        with pytest.raises(MismatchError, match=reason):
+            unickpt.load_training(model, optimizer, folder / str(stage))
+        assert not optimizer.state
+        start = unickpt.load_training(model, optimizer, folder / str(stage), missing_state="fresh")
+        anew = {entry.name for entry in start.report.entries if entry.outcome == "re-seeded"}
+        assert {name for name, each in model.named_parameters() if each.requires_grad and each.dim() > 1} <= anew
+        for each in model.parameters():
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+        unickpt.load_training(model, None, folder / str(stage))
 
 
 @scenario(2)

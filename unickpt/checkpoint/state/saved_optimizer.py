@@ -15,6 +15,8 @@ from unickpt.checkpoint.load.report import LoadReport
 from unickpt.checkpoint.state.first_step import STEP
 from unickpt.checkpoint.state.optimizer_record import NOT_HYPERPARAMETERS, decoded, family_of, shared_states
 
+OWNERS = "optimizer_owners/"  # + rank: shapes and parameter ranges of the owners that a rank stores, among the shared objects
+
 
 class SavedOptimizer:
     """The optimizer of the job that saved a checkpoint.
@@ -57,6 +59,17 @@ class SavedOptimizer:
             keys = frozenset(key for key, value in source.hyperparameters.items() if value is None)
             found |= {name: found.get(name, frozenset()) | keys for name in source.parameters if keys}
         return found
+
+    @cached_property
+    def owned(self) -> frozenset[str]:
+        """Names in the checkpoint of the parameters with states that belong to the tensor that the optimizer stepped on.
+
+        These states are not of a parameter's shape. Only a job of DeepSpeed with the same owners can use them
+        (``ds_unickpt.held_state.owned_states``).
+        """
+        ranks = [key for key in self.checkpoint.shared_names() if key.startswith(OWNERS)]
+        owners = [owner for key in ranks for owner in self.checkpoint.shared_object(key).value]
+        return frozenset(name for _, (_, pieces), *_ in owners for name, *_ in pieces)
 
     def groups_of(self, listed: Collection[str]) -> list[ParameterGroup]:
         """Return the groups that have some of these parameters; none if the settings are those of an unrelated optimizer."""
