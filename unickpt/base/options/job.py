@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -218,6 +219,11 @@ def declared(section: str | None = None) -> Iterator[Option]:
 
 def check(**values: Any) -> None:
     """Raise ConfigError if a value is none of the option of ``unickpt`` that has its name."""
-    known = {each.key: each for each in declared("")}
+    known = _by_key()
     for name, value in values.items():
         known[name].checked(value, name)
+
+
+@functools.cache
+def _by_key() -> Mapping[str, Option]:
+    return {each.key: each for each in declared("")}
