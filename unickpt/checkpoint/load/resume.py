@@ -7,7 +7,7 @@ Either all ranks raise, or all ranks fall back to the same older checkpoint. No 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -100,10 +100,22 @@ class Offer:
         )
 
 
+@contextlib.contextmanager
+def _telling(exchange: MessageExchange) -> Iterator[None]:
+    """Tell the other ranks of Ctrl-C or SystemExit on this rank: they raise CoordinationError and do not wait for it."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as err:
+        with contextlib.suppress(CoordinationError):
+            exchange.abandon(f"rank {exchange.rank}: {type(err).__name__}")
+        raise
+
+
 class Together:
     """The agreements of one load. Every rank makes the same sequence of calls until one of them raises.
 
-    Each method runs the part of this rank, catches its exception, and then exchanges the outcome with the other ranks.
+    Each method runs the part of this rank, catches its exception, and then exchanges the outcome with the other ranks. After
+    Ctrl-C in a step they raise CoordinationError.
 
     Attributes:
         exchange: message exchange of the ranks.
@@ -124,11 +136,12 @@ class Together:
             AgreedFailureError: the step failed on at least one rank.
         """
         result, error = None, None
-        try:
-            result = part()
-        except Exception as err:
-            error = err
-        self.agree(name, error)
+        with _telling(self.exchange):
+            try:
+                result = part()
+            except Exception as err:
+                error = err
+            self.agree(name, error)
         return result  # type: ignore[return-value]  # the part has returned
 
     def plan(self, part: Callable[[], Planned], *, identity: Callable[[], str], share: bool) -> tuple[Planned, Opener | None]:
@@ -143,20 +156,21 @@ class Together:
             AgreedFailureError: at least one rank has no plan, or opened another checkpoint.
         """
         planned, error, opened = None, None, ""
-        try:
-            opened = identity()
-            planned = part()
-        except Exception as err:
-            error = err
-        failures, opener = host_peers_module.prepare_peers(
-            self.exchange,
-            None if planned is None else planned.shareable,
-            self._failure(error),
-            identity=opened,
-            wanted_bytes=0 if planned is None else planned.size_bytes,
-            cached=planned is not None and planned.cached,
-            share=share,
-        )
+        with _telling(self.exchange):
+            try:
+                opened = identity()
+                planned = part()
+            except Exception as err:
+                error = err
+            failures, opener = host_peers_module.prepare_peers(
+                self.exchange,
+                None if planned is None else planned.shareable,
+                self._failure(error),
+                identity=opened,
+                wanted_bytes=0 if planned is None else planned.size_bytes,
+                cached=planned is not None and planned.cached,
+                share=share,
+            )
         self._raise(failures, error)
         assert planned is not None
         return planned, opener
@@ -223,12 +237,8 @@ def resume(
         UnickptError: raised on all ranks. The message names the rank that failed and what to do.
         KeyboardInterrupt, SystemExit: this rank was interrupted; the others raise CoordinationError.
     """
-    try:
+    with _telling(exchange):
         return _resumed(exchange, offer, attempt, nothing, where, fall_back)
-    except (KeyboardInterrupt, SystemExit) as err:
-        with contextlib.suppress(CoordinationError):
-            exchange.abandon(f"rank {exchange.rank}: {type(err).__name__}")
-        raise
 
 
 def _resumed(

@@ -6,6 +6,7 @@ import errno
 import json
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -186,6 +187,30 @@ def test_ctrl_c_on_one_rank_ends_the_load_on_the_others_at_once(tmp_path: Path) 
     found = on_all_ranks(run, timeout_s=60.0)
     assert time.monotonic() - begin < 20
     for rank, said in enumerate(found):
+        assert said.startswith("KeyboardInterrupt") if rank == 1 else "was notified: rank 1: KeyboardInterrupt" in said
+
+
+@pytest.mark.parametrize("where", ["step", "plan"])
+def test_ctrl_c_in_a_load_of_one_checkpoint_ends_it_on_the_others(tmp_path: Path, where: str) -> None:
+    """As of torch's DCP and of Megatron's library, which do not look for an older one."""
+
+    def interrupted() -> NoReturn:
+        raise KeyboardInterrupt
+
+    def run(exchange: MessageExchange) -> str:
+        exchange.begin("load")
+        together = Together(exchange, str(tmp_path))
+        part = interrupted if exchange.rank == 1 else lambda: None
+        try:
+            if where == "step":
+                together.step("open", part)
+            else:
+                together.plan(part, identity=str, share=False)
+        except (CoordinationError, KeyboardInterrupt) as err:
+            return f"{type(err).__name__}: {err}"
+        return "loaded"
+
+    for rank, said in enumerate(on_all_ranks(run, timeout_s=60.0)):
         assert said.startswith("KeyboardInterrupt") if rank == 1 else "was notified: rank 1: KeyboardInterrupt" in said
 
 
